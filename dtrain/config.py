@@ -1,0 +1,283 @@
+"""The run's configuration: one YAML file, checked before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dtrain.errors import DtrainError
+
+
+class Section(BaseModel):
+    """A part of the configuration; unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=False, validate_default=True)
+
+
+class DataConfig(Section):
+    """Which graph, and which of its train/val/test splits."""
+
+    store: str
+    split: int = Field(0, ge=0)
+    cache_dir: str | None = None
+
+
+class ModelConfig(Section):
+    """A built-in model (``gcn``, ``sage``, ``gat``) or the user's own as ``module:attribute``."""
+
+    name: str = "gcn"
+    layers: int = Field(2, ge=1)
+    hidden: int = Field(64, ge=1)
+    dropout: float = Field(0.5, ge=0, lt=1)
+    attention_dropout: float | None = Field(None, ge=0, lt=1)
+    heads: int = Field(8, ge=1)
+    output_heads: int = Field(1, ge=1)
+    aggregator: Literal["mean", "max"] = "mean"
+    activation: Literal["relu", "elu"] = "relu"
+    norm: Literal["none", "layer"] = "none"
+    residual: bool = False
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class SamplerConfig(Section):
+    """How a microbatch's blocks are drawn."""
+
+    name: Literal["full", "neighbor", "cluster"] = "full"
+    fanouts: list[int] = Field(default_factory=list)
+    replace: bool = False
+    clusters: int = Field(1, ge=1, description="partitions in one microbatch (cluster)")
+
+    @model_validator(mode="after")
+    def _fanouts(self) -> SamplerConfig:
+        if self.name == "neighbor" and not self.fanouts:
+            raise ValueError("fanouts: expected one number for each layer, got none")
+        if any(f < 1 and f != -1 for f in self.fanouts):
+            raise ValueError(
+                f"fanouts: expected numbers of at least 1 (or -1 for all), got {self.fanouts}"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """How long and on how many seeds a step trains."""
+
+    max_steps: int | None = Field(None, ge=1)
+    epochs: int | None = Field(None, ge=1)
+    batch_size: int | None = Field(None, ge=1, description="seeds in a step; none: all of them")
+    weight_decay_layers: list[int] | None = Field(
+        None, description="layers that the optimizer's weight_decay applies to; none: all"
+    )
+
+    @model_validator(mode="after")
+    def _length(self) -> TrainConfig:
+        if self.max_steps is None and self.epochs is None:
+            raise ValueError("max_steps or epochs: expected at least one of them, got neither")
+        return self
+
+
+class ParallelConfig(Section):
+    """How the work is laid out; nothing here but ``microbatches`` changes the result."""
+
+    stages: int = Field(1, ge=1)
+    cuts: list[int] | None = Field(None, description="first layer of each stage after stage 0")
+    microbatches: int = Field(4, ge=1)
+    redundancy: int = Field(2, ge=1)
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    min_workers: int = Field(1, ge=1)
+    threads_per_worker: int = Field(1, ge=1)
+    timeout_s: float = Field(300.0, gt=0, description="longest wait for a peer before giving up")
+
+
+class CheckpointConfig(Section):
+    """Where and how often the run is saved."""
+
+    url: str | None = Field(None, description="fsspec URL; none: RUN_DIR/checkpoints")
+    every_steps: int = Field(0, ge=0, description="0: at the end only")
+    keep: int = Field(3, ge=1, description="newest checkpoints that stay")
+
+
+class EvalConfig(Section):
+    """Evaluation while training; a last one always runs at the end."""
+
+    every_epochs: int = Field(0, ge=0)
+    select: Literal["last", "best"] = Field(
+        "last", description="weights that the final metrics are of: the last, or the best on val"
+    )
+    metric: Literal["accuracy", "macro_f1", "roc_auc", "loss"] = "accuracy"
+    chunk_nodes: int = Field(65536, ge=1, description="rows computed at once in inference")
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    seed: int = Field(0, ge=0)
+    data: DataConfig
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+    train: TrainConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    deepspeed: dict[str, Any] = Field(
+        default_factory=lambda: {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+    )
+
+    @model_validator(mode="after")
+    def _shape(self) -> Config:
+        layers, par = self.model.layers, self.parallel
+        if par.stages > layers:
+            raise ValueError(
+                f"parallel.stages: expected at most model.layers = {layers}, got {par.stages}; "
+                "use fewer stages or more layers"
+            )
+        if par.cuts is not None:
+            ok = len(par.cuts) == par.stages - 1 and par.cuts == sorted(set(par.cuts))
+            if not ok or any(c < 1 or c >= layers for c in par.cuts):
+                raise ValueError(
+                    f"parallel.cuts: expected {par.stages - 1} increasing layer numbers in "
+                    f"[1, {layers - 1}], got {par.cuts}"
+                )
+        fanouts = self.sampler.fanouts
+        if self.sampler.name == "neighbor" and len(fanouts) != layers:
+            raise ValueError(
+                f"sampler.fanouts: expected one number for each of model.layers = {layers}, "
+                f"got {len(fanouts)}: {fanouts}"
+            )
+        decay = self.train.weight_decay_layers or []
+        if any(not 0 <= layer < layers for layer in decay):
+            raise ValueError(
+                f"train.weight_decay_layers: expected layers in [0, {layers - 1}], got {decay}"
+            )
+        return self
+
+    def identity(self, dataset_fingerprint: str) -> dict[str, Any]:
+        """What decides the result. Two runs with equal identities have equal weights at a step.
+
+        Workers, stages, redundancy, checkpoint and evaluation settings, ZeRO stage and the length
+        of the run are not in it and may change when a run is resumed.
+        """
+        engine = {
+            k: v
+            for k, v in self.deepspeed.items()
+            if k in ("optimizer", "scheduler", "gradient_clipping", "bf16", "fp16")
+        }
+        return {
+            "seed": self.seed,
+            "dataset": dataset_fingerprint,
+            "split": self.data.split,
+            "model": self.model.model_dump(mode="json"),
+            "sampler": self.sampler.model_dump(mode="json"),
+            "batch_size": self.train.batch_size,
+            "weight_decay_layers": self.train.weight_decay_layers,
+            "microbatches": self.parallel.microbatches,
+            "threads_per_worker": self.parallel.threads_per_worker,
+            "deepspeed": engine,
+        }
+
+
+def identity_digest(identity: dict[str, Any]) -> str:
+    """A short hash of an identity, for comparing runs."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
+    """Read and check a YAML config; ``overrides`` are ``section.field=value`` (value in YAML).
+
+    Relative local paths in ``data.store`` are taken from the working directory. ``deepspeed``
+    may be a mapping or the path of a DeepSpeed JSON file (relative to the config file).
+
+    Raises:
+        DtrainError: one line that names the field, what was expected and what came.
+    """
+    file = Path(path)
+    try:
+        raw = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise DtrainError(f"config {file}: cannot be read ({error.strerror})") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise DtrainError(f"config {file}{where}: not valid YAML; mend the file") from error
+    if not isinstance(raw, dict):
+        raise DtrainError(f"config {file}: expected a mapping of sections, got {type(raw).__name__}")
+    for override in overrides or []:
+        _apply_override(raw, override)
+    engine = raw.get("deepspeed")
+    if isinstance(engine, str):
+        raw["deepspeed"] = _read_engine_file(file.parent / engine)
+    return check_config(raw, str(file))
+
+
+def check_config(raw: dict[str, Any], origin: str) -> Config:
+    """Check a parsed configuration; ``origin`` is named in the message.
+
+    Raises:
+        DtrainError: as :func:`load_config`.
+    """
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise DtrainError(f"config {origin}: {_first_problem(error)}") from error
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    path, eq, text = override.partition("=")
+    if not eq or not path:
+        raise DtrainError(f"--set {override}: expected section.field=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise DtrainError(f"--set {override}: the value is not valid YAML") from error
+    *sections, last = path.split(".")
+    node = raw
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise DtrainError(f"--set {override}: {section} is a value, not a section")
+        node = child
+    node[last] = value
+
+
+def _read_engine_file(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text())
+    except OSError as error:
+        raise DtrainError(f"deepspeed: {path} cannot be read ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise DtrainError(f"deepspeed: {path}, line {error.lineno}: not valid JSON") from error
+    if not isinstance(loaded, dict):
+        raise DtrainError(f"deepspeed: {path}: expected a JSON object")
+    return loaded
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first problem of a validation, as ``field: expected ..., got ...``."""
+    problem = error.errors()[0]
+    field = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(problem["loc"][-1]), _field_names(problem["loc"]), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{field}: unknown field{hint}"
+    if problem["type"] == "missing":
+        return f"{field}: expected a value, got none; set it in the file or with --set {field}=..."
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{field}.{message}" if field else message
+    return f"{field}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
+
+
+def _field_names(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,1 @@
+"""Graphs on disk, importers, partitioners and samplers."""

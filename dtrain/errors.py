@@ -1,0 +1,15 @@
+"""Errors that a user can mend."""
+
+from __future__ import annotations
+
+
+class DtrainError(ValueError):
+    """Bad input: the message is one line that names the field, what was expected, what came, and what to do."""
+
+
+class PeerLostError(RuntimeError):
+    """A worker of this generation is gone or unreachable, so the step under way cannot be committed."""
+
+
+class ShutdownError(RuntimeError):
+    """The run was told to leave (SIGTERM) and did so at a step boundary."""

@@ -1,0 +1,1 @@
+"""Graph neural networks as ordered lists of layers, so that any contiguous cut makes stages."""

@@ -1,0 +1,1 @@
+"""Graph operators: each has a reference, a CPU and (where it pays) a Triton implementation."""
