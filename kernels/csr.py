@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dtrain.kernels import csr_cpu
+
 
 @dataclass(eq=False)
 class Csr:
@@ -21,6 +23,8 @@ class Csr:
     indices: Tensor
     num_cols: int
     _transposed: tuple[Csr, Tensor] | None = field(default=None, repr=False)
+    _with_self: Csr | None = field(default=None, repr=False)
+    _head: Csr | None = field(default=None, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -31,18 +35,62 @@ class Csr:
         return int(self.indices.numel())
 
     def transpose(self) -> tuple[Csr, Tensor]:
-        """The transposed pattern and ``perm`` (int64 [nnz]): its entry ``k`` is our entry ``perm[k]``.
+        """The transposed pattern, and which of our entries each of its entries is.
 
-        Computed once. Within a column, entries keep the order of their rows.
+        The second is ``perm``, int64 [nnz]: entry ``k`` of the transposed pattern is our entry
+        ``perm[k]``. Computed once. Within a column, entries keep the order of their rows.
+
+        Raises:
+            IndexError: an index lies outside [0, num_cols).
         """
         if self._transposed is None:
-            rows = self.row_of_entry()
-            perm = torch.argsort(self.indices, stable=True)
-            counts = torch.bincount(self.indices, minlength=self.num_cols)
-            indptr = torch.zeros(self.num_cols + 1, dtype=torch.int64, device=self.indptr.device)
-            torch.cumsum(counts, 0, out=indptr[1:])
-            self._transposed = (Csr(indptr, rows[perm], self.num_rows), perm)
+            if self.indices.device.type == "cpu":
+                self._transposed = self._transpose_cpu()
+            else:
+                self._transposed = self._transpose_by_sort()
         return self._transposed
+
+    def _transpose_cpu(self) -> tuple[Csr, Tensor]:
+        indptr, rows, perm, bad = csr_cpu.transpose(
+            self.indptr.numpy(), self.indices.numpy(), self.num_cols
+        )
+        if bad >= 0:
+            raise IndexError(
+                f"indices[{bad}]: expected a column in [0, {self.num_cols}), "
+                f"got {int(self.indices[bad])}"
+            )
+        transposed = Csr(torch.from_numpy(indptr), torch.from_numpy(rows), self.num_rows)
+        return transposed, torch.from_numpy(perm)
+
+    def _transpose_by_sort(self) -> tuple[Csr, Tensor]:
+        perm = torch.argsort(self.indices, stable=True)
+        # Counted by searching the sorted columns: bincount adds with atomics on a GPU.
+        bounds = torch.arange(self.num_cols + 1, device=self.indices.device)
+        indptr = torch.searchsorted(self.indices[perm], bounds)
+        return Csr(indptr, self.row_of_entry()[perm], self.num_rows), perm
+
+    def with_self_entries(self) -> Csr:
+        """The pattern in which row ``i`` has column ``i`` exactly once, as its first entry.
+
+        The other entries follow in their order. Needs ``num_rows <= num_cols``, as in a block,
+        whose destinations are its first sources. Computed once.
+        """
+        if self._with_self is None:
+            indptr, indices = csr_cpu.with_self_entries(
+                self.indptr.cpu().numpy(), self.indices.cpu().numpy()
+            )
+            pattern = Csr(torch.from_numpy(indptr), torch.from_numpy(indices), self.num_cols)
+            self._with_self = pattern.to(self.indices.device)
+        return self._with_self
+
+    def head(self, num_rows: int) -> Csr:
+        """The first ``num_rows`` rows; the last answer is kept, so its transpose is reused."""
+        if num_rows == self.num_rows:
+            return self
+        if self._head is None or self._head.num_rows != num_rows:
+            indptr = self.indptr[: num_rows + 1]
+            self._head = Csr(indptr, self.indices[: int(indptr[-1])], self.num_cols)
+        return self._head
 
     def row_of_entry(self) -> Tensor:
         """int64 [nnz]: the row of every entry."""
@@ -72,6 +120,17 @@ class SparseRows:
     @property
     def shape(self) -> tuple[int, int]:
         return (self.csr.num_rows, self.csr.num_cols)
+
+    def head(self, num_rows: int) -> SparseRows:
+        """The first ``num_rows`` rows."""
+        csr = self.csr.head(num_rows)
+        return SparseRows(csr, self.values[: csr.nnz])
+
+    def to_dense(self) -> Tensor:
+        """float [num_rows, num_cols]: the same matrix; entries of one place are added."""
+        dense = self.values.new_zeros(self.shape)
+        at = (self.csr.row_of_entry(), self.csr.indices)
+        return dense.index_put(at, self.values, accumulate=True)
 
     def to(self, device: torch.device | str) -> SparseRows:
         """The same matrix on ``device``."""

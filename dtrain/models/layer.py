@@ -13,7 +13,10 @@ from dtrain.kernels.csr import SparseRows
 from dtrain.kernels.rng import derive_key
 
 State = Tensor | SparseRows | tuple[Tensor, ...]
-"""What flows from layer to layer: rows for the block's sources. ``SparseRows`` only enters layer 0."""
+"""What flows from layer to layer: rows for the block's sources.
+
+``SparseRows`` only enters layer 0.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,13 @@ class Layer(Protocol):
     returns logits ``[num_dst, num_classes]``.
     """
 
-    def __call__(self, block: Block, state: State, ctx: LayerContext) -> Tensor | tuple[Tensor, ...]: ...
+    def __call__(
+        self, block: Block, state: State, ctx: LayerContext
+    ) -> Tensor | tuple[Tensor, ...]: ...
 
 
 ModelFactory = Callable[..., Sequence[nn.Module]]
-"""``factory(config: ModelConfig, in_features: int, num_classes: int) -> layers``; called under a fixed seed."""
+"""``factory(config: ModelConfig, in_features: int, num_classes: int) -> layers``.
+
+Called under a fixed seed.
+"""

@@ -1,0 +1,131 @@
+"""Sparse-dense products: every destination combines the rows of its sources."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from dtrain.kernels import sddmm
+from dtrain.kernels.autograd import call
+from dtrain.kernels.csr import Csr
+from dtrain.kernels.spmm import cpu, reference
+
+
+def spmm(csr: Csr, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Weighted sum of the source rows of every destination, in the order of its entries.
+
+    ``x``: float [num_cols, F]; ``weight``: float [nnz], one for each entry, or None for ones;
+    returns [num_rows, F] of ``x``'s dtype, zeros in rows without entries. Gradients go to ``x``
+    (the same product over the cached transpose) and to ``weight``.
+
+    Raises:
+        ValueError: shapes that do not fit the pattern.
+    """
+    _check(csr, x)
+    if weight is not None and weight.shape != (csr.nnz,):
+        raise ValueError(f"spmm: expected weight [{csr.nnz}], got {list(weight.shape)}")
+    summed: Tensor = call(_Spmm, x, csr) if weight is None else call(_WeightedSpmm, x, weight, csr)
+    return summed
+
+
+def spmm_mean(csr: Csr, x: Tensor) -> Tensor:
+    """Mean of the source rows of every destination; shapes and errors as :func:`spmm`."""
+    _check(csr, x)
+    mean: Tensor = call(_SpmmMean, x, csr)
+    return mean
+
+
+def spmm_max(csr: Csr, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Elementwise maximum of the source rows of every destination, and where it came from.
+
+    ``x``: float [num_cols, F]; returns values [num_rows, F] (0 in rows without entries) and
+    int64 [num_rows, F], the entry of the pattern (the first of equals; -1 without entries).
+    The gradient goes to that entry's source alone.
+
+    Raises:
+        ValueError: shapes that do not fit the pattern.
+    """
+    _check(csr, x)
+    values, argument = call(_SpmmMax, x, csr)
+    return values, argument
+
+
+def weighted_sum(csr: Csr, x: Tensor, weight: Tensor | None) -> Tensor:
+    """:func:`spmm` without autograd, for the backward passes of operators."""
+    summed: Tensor = _backend(x).spmm(csr, x, weight)
+    return summed
+
+
+class _Spmm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, csr: Csr) -> Tensor:
+        ctx.csr = csr
+        return weighted_sum(csr, x, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return weighted_sum(ctx.csr.transpose()[0], grad, None), None
+
+
+class _WeightedSpmm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, csr: Csr) -> Tensor:
+        ctx.csr = csr
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return weighted_sum(csr, x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            transposed, perm = ctx.csr.transpose()
+            grad_x = weighted_sum(transposed, grad, weight[perm])
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = sddmm.dot(ctx.csr, grad, x).to(weight.dtype)
+        return grad_x, grad_weight, None
+
+
+class _SpmmMean(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, csr: Csr) -> Tensor:
+        ctx.csr = csr
+        mean: Tensor = _backend(x).spmm_mean(csr, x)
+        return mean
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        share = grad / ctx.csr.row_counts().clamp(min=1).to(grad.dtype)[:, None]
+        return weighted_sum(ctx.csr.transpose()[0], share, None), None
+
+
+class _SpmmMax(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, csr: Csr) -> tuple[Tensor, Tensor]:
+        ctx.csr = csr
+        values, argument = _backend(x).spmm_max(csr, x)
+        ctx.save_for_backward(argument)
+        ctx.mark_non_differentiable(argument)
+        return values, argument
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        (argument,) = ctx.saved_tensors
+        return _backend(grad).spmm_max_backward(ctx.csr, grad, argument), None
+
+
+def _backend(x: Tensor) -> Any:
+    return cpu if x.device.type == "cpu" else reference
+
+
+def _check(csr: Csr, x: Tensor) -> None:
+    if x.dim() != 2 or x.shape[0] != csr.num_cols:
+        raise ValueError(f"spmm: expected x [{csr.num_cols}, F], got {list(x.shape)}")
