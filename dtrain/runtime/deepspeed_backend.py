@@ -1,0 +1,156 @@
+"""DeepSpeed made to live with generations: its module-level state, and waits that end on a fault.
+
+DeepSpeed keeps one communication backend (``deepspeed.comm.comm.cdb``) and one ``mpu`` for the
+whole process. Here the backend is ours, so that no collective it issues waits barely, and the
+``mpu`` says which workers share the optimizer state of the stage at hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import deepspeed.comm.comm as deepspeed_comm
+import torch.distributed as dist
+from deepspeed.comm.torch import TorchBackend
+from deepspeed.utils import groups
+from torch import Tensor
+
+from dtrain.runtime.comm import Communicator
+
+
+class PolledWork:
+    """A collective under way whose ``wait()`` ends when a fault is noticed."""
+
+    def __init__(self, work: Any, comm: Communicator, what: str) -> None:
+        self._work, self._comm, self._what = work, comm, what
+
+    def wait(self) -> None:
+        self._comm.wait(self._work, self._what)
+
+
+class GenerationBackend(TorchBackend):
+    """DeepSpeed's backend over one generation's groups."""
+
+    def __init__(self, comm: Communicator) -> None:
+        timeout = datetime.timedelta(seconds=comm.timeout_s)
+        super().__init__(dist.get_backend(), timeout, None)
+        self._comm = comm
+        self.building = False
+
+    def _run(self, work: Any, what: str, async_op: bool) -> PolledWork | None:
+        polled = PolledWork(work, self._comm, what)
+        if async_op:
+            return polled
+        polled.wait()
+        return None
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> PolledWork | None:
+        work = dist.all_reduce(tensor, self._reduce_op(op), group=group, async_op=True)
+        return self._run(work, "DeepSpeed all-reduce", async_op)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> PolledWork | None:
+        work = dist.reduce(tensor, dst, self._reduce_op(op), group=group, async_op=True)
+        return self._run(work, "DeepSpeed reduce", async_op)
+
+    def all_gather_into_tensor(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> PolledWork | None:
+        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+        return self._run(work, "DeepSpeed all-gather", async_op)
+
+    def all_gather(
+        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> PolledWork | None:
+        work = dist.all_gather(tensor_list, tensor, group=group, async_op=True)
+        return self._run(work, "DeepSpeed all-gather", async_op)
+
+    def broadcast(
+        self, tensor: Tensor, src: int, group: Any = None, async_op: bool = False
+    ) -> PolledWork | None:
+        if self.building:
+            # Holders have the same weights by construction (same seed, or state from a holder).
+            return None
+        work = dist.broadcast(tensor, src, group=group, async_op=True)
+        return self._run(work, "DeepSpeed broadcast", async_op)
+
+    def barrier(
+        self, group: Any = None, async_op: bool = False, device_ids: Any = None
+    ) -> PolledWork | None:
+        if self.building:
+            # Workers build different numbers of engines; a barrier of all would never meet.
+            return None
+        return self._run(dist.barrier(group=group, async_op=True), "DeepSpeed barrier", async_op)
+
+
+class StageTopology:
+    """DeepSpeed's ``mpu`` protocol for one stage: its holders are the data-parallel group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._group
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._group)
+
+    def get_model_parallel_group(self) -> None:
+        return None
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+
+def quiet_deepspeed() -> None:
+    """Keep DeepSpeed's progress talk out of the user's terminal; warnings stay."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+
+
+def install_backend(comm: Communicator) -> GenerationBackend:
+    """Make ``comm`` DeepSpeed's backend, forgetting the groups of any earlier generation."""
+    quiet_deepspeed()
+    # On CPUs DeepSpeed would compile a shared-memory operator at first use (a compiler, 50 s).
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed insists on the variable, which its own use of devices does not read on CPUs.
+    os.environ.setdefault("LOCAL_RANK", "0")
+    groups._release_process_group_references()
+    deepspeed_comm.cdb = None
+    backend = GenerationBackend(comm)
+    deepspeed_comm.cdb = backend
+    return backend
+
+
+@contextlib.contextmanager
+def building_engine(backend: GenerationBackend, topology: StageTopology) -> Iterator[None]:
+    """While an engine is being built: no barrier, no broadcast, and this stage's ``mpu``."""
+    backend.building = True
+    groups.mpu = topology
+    try:
+        yield
+    finally:
+        backend.building = False

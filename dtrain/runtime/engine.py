@@ -1,0 +1,270 @@
+"""The engine of one stage: DeepSpeed's optimizer, ZeRO, precision and learning-rate schedule.
+
+The exact gradient sum is computed outside and is the same on every holder. It enters DeepSpeed
+through a surrogate loss ``sum(p * g)`` with constant ``g``, whose gradient is ``g`` to the bit. With
+ZeRO the lowest holder contributes ``g`` and the others zeros, to a *sum* over the holders: adding
+zeros is exact, so every shard receives ``g``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from torch import Tensor, nn
+
+from dtrain.errors import DtrainError
+from dtrain.runtime.comm import Communicator
+from dtrain.runtime.deepspeed_backend import GenerationBackend, StageTopology, building_engine
+
+_OURS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+_SCHEDULED = ("lr", "betas", "momentum")
+
+
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """The ZeRO stage that a DeepSpeed configuration asks for."""
+    return int((config.get("zero_optimization") or {}).get("stage", 0))
+
+
+def check_deepspeed_config(config: Mapping[str, Any]) -> None:
+    """Refuse what would change the result or cannot be kept.
+
+    Raises:
+        DtrainError: naming the field.
+    """
+    stage = zero_stage(config)
+    if stage not in (0, 1, 2):
+        raise DtrainError(
+            f"deepspeed.zero_optimization.stage: expected 0, 1 or 2, got {stage}; parameters of a "
+            "stage stay whole on each holder"
+        )
+    if (config.get("fp16") or {}).get("enabled"):
+        raise DtrainError(
+            "deepspeed.fp16.enabled: expected false, got true; dynamic loss scaling drops steps, "
+            "use bf16"
+        )
+    if "optimizer" not in config:
+        raise DtrainError(
+            "deepspeed.optimizer: expected {type: Adam|AdamW|SGD, params: {...}}, got none"
+        )
+    kind = str(config["optimizer"].get("type"))
+    if kind.lower() not in ("adam", "adamw", "sgd"):
+        raise DtrainError(f"deepspeed.optimizer.type: expected Adam, AdamW or SGD, got {kind}")
+
+
+def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that DeepSpeed gets: the user's, less what dtrain itself decides."""
+    out = {k: copy.deepcopy(v) for k, v in config.items() if k not in _OURS}
+    out["train_micro_batch_size_per_gpu"] = 1
+    out["gradient_accumulation_steps"] = 1
+    out["gradient_clipping"] = 0.0
+    out["gradient_allreduce_op"] = "sum"
+    out.setdefault("steps_per_print", 1 << 30)
+    optimizer = out["optimizer"]
+    if str(optimizer["type"]).lower() in ("adam", "adamw"):
+        # DeepSpeed's fused Adam would be compiled at first use.
+        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+    if zero_stage(out):
+        out["zero_allow_untested_optimizer"] = True
+    return out
+
+
+class StageEngine:
+    """One stage's layers on one holder, with their DeepSpeed engine.
+
+    ``layers`` maps layer numbers to modules, whose parameters are named ``layers.{i}.{name}``
+    whatever the stage, so that states saved under one cut load under another.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        layers: Mapping[int, nn.Module],
+        config: Mapping[str, Any],
+        decay_layers: Sequence[int] | None,
+        comm: Communicator,
+        backend: GenerationBackend,
+        *,
+        contributes: bool,
+    ) -> None:
+        self.stage = stage
+        self.module = nn.Module()
+        self.module.layers = nn.ModuleDict({str(i): layer for i, layer in layers.items()})
+        self.names = [n for n, p in self.module.named_parameters() if p.requires_grad]
+        sharded = zero_stage(config) > 0
+        # Without sharding nothing is left for DeepSpeed to exchange: each holder is its own group.
+        group = comm.stage_groups[stage] if sharded else comm.own_group
+        self._contributes = contributes or not sharded
+        self._clip = float(config.get("gradient_clipping") or 0.0)
+        if self.names:
+            with building_engine(backend, StageTopology(group)):
+                self._engine, self._optimizer, _, self._scheduler = deepspeed.initialize(
+                    model=self.module,
+                    model_parameters=self._parameter_groups(decay_layers),
+                    config=engine_config(config),
+                    mpu=StageTopology(group),
+                    dist_init_required=False,
+                )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters in the order of ``names``."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def layer(self, index: int) -> nn.Module:
+        """The module of layer ``index``."""
+        return self.module.layers[str(index)]  # type: ignore[index,return-value]
+
+    def _parameter_groups(self, decay_layers: Sequence[int] | None) -> list[dict[str, Any]]:
+        if decay_layers is None:
+            return [{"params": self.parameters}]
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                chosen = int(name.split(".")[1]) in decay_layers
+                (decayed if chosen else plain).append(parameter)
+        groups: list[dict[str, Any]] = []
+        if decayed:
+            groups.append({"params": decayed})
+        if plain:
+            groups.append({"params": plain, "weight_decay": 0.0})
+        return groups
+
+    def apply(self, grads: Sequence[Tensor], norm: float) -> None:
+        """Take one optimizer step with the exact gradient.
+
+        ``grads``: float32, shaped as ``parameters``; ``norm``: their L2 norm over all stages.
+        """
+        if not self.names:
+            return
+        scale = 1.0
+        if self._clip > 0:
+            scale = min(1.0, self._clip / (norm + 1e-6))
+        loss = torch.zeros((), device=grads[0].device)
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            constant = grad * scale if scale != 1.0 else grad
+            if not self._contributes:
+                constant = torch.zeros_like(constant)
+            loss = loss + (parameter * constant.to(parameter.dtype)).sum()
+        self._engine.backward(loss)
+        self._engine.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of the parameters by name."""
+        return {n: p.detach().clone() for n, p in zip(self.names, self.parameters, strict=True)}
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and optimizer state under stage-independent names (collective with ZeRO).
+
+        ``model/{name}``, ``optim/{name}/{key}`` (float32, shaped as the parameter), and
+        ``optim/{name}/step`` (float32 scalar).
+        """
+        self._link_shards()
+        out = {f"model/{n}": p.detach() for n, p in zip(self.names, self.parameters, strict=True)}
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            for key, value in self._optimizer_state(parameter).items():
+                out[f"optim/{name}/{key}"] = value
+            if parameter.dtype != torch.float32:
+                out[f"master/{name}"] = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        return out
+
+    def _base_optimizer(self) -> torch.optim.Optimizer:
+        inner = getattr(self._optimizer, "optimizer", self._optimizer)
+        return inner  # type: ignore[no-any-return]
+
+    def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        base = self._base_optimizer()
+        if not hasattr(parameter, "_hp_mapping"):
+            return dict(base.state.get(parameter, {}))
+        out: dict[str, Tensor] = {}
+        for kept in base.state.values():
+            for key, value in kept.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    out[key] = value
+                elif key == "step":
+                    out[key] = torch.as_tensor(value, dtype=torch.float32).clone()
+        return {
+            key: value if key == "step" else safe_get_full_optimizer_state(parameter, key)
+            for key, value in sorted(out.items())
+        }
+
+    def load_optimizer(self, saved: Mapping[str, Tensor]) -> None:
+        """Set the optimizer state from entries ``optim/{name}/{key}`` (and ``master/{name}``).
+
+        A parameter without entries keeps a fresh state.
+        """
+        base = self._base_optimizer() if self.names else None
+        if base is None:
+            return
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for entry, value in saved.items():
+            section, _, rest = entry.partition("/")
+            if section == "optim":
+                name, key = rest.rsplit("/", 1)
+                by_name.setdefault(name, {})[key] = value
+        sharded = any(hasattr(p, "_hp_mapping") for p in self.parameters)
+        if sharded and by_name:
+            self._allocate_shards(base, next(iter(by_name.values())))
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            for key, value in by_name.get(name, {}).items():
+                if not sharded:
+                    base.state[parameter][key] = value.clone()
+                elif key != "step":
+                    safe_set_full_optimizer_state(parameter, value, key)
+            if f"master/{name}" in saved:
+                deepspeed.utils.safe_set_full_fp32_param(parameter, saved[f"master/{name}"])
+
+    def _allocate_shards(self, base: torch.optim.Optimizer, example: Mapping[str, Tensor]) -> None:
+        """Give every flat shard the state that the optimizer would create at its first step."""
+        for group in base.param_groups:
+            for shard in group["params"]:
+                for key, value in example.items():
+                    if key == "step":
+                        base.state[shard][key] = value.clone()
+                    else:
+                        base.state[shard][key] = torch.zeros_like(shard.data)
+        self._link_shards()
+
+    def _link_shards(self) -> None:
+        """Point every parameter at its piece of the sharded state.
+
+        DeepSpeed does so once, after the first parameter group's first step, when the other
+        groups have no state yet.
+        """
+        if self.names and hasattr(self._optimizer, "_hp_optimizer_states_linked"):
+            if any(self._base_optimizer().state.values()):
+                self._optimizer._hp_optimizer_states_linked = False
+                self._optimizer._lazy_init_hp_params_optimizer_state()
+
+    def schedule_state(self) -> dict[str, Any]:
+        """What the learning-rate schedule must remember, as JSON; the same for every stage."""
+        if not self.names:
+            return {}
+        group = self._base_optimizer().param_groups[0]
+        scheduler = self._scheduler.state_dict() if self._scheduler is not None else None
+        return {"scheduler": scheduler, "group": {k: group[k] for k in _SCHEDULED if k in group}}
+
+    def load_schedule(self, state: Mapping[str, Any]) -> None:
+        """Set what :meth:`schedule_state` returned."""
+        if not self.names or not state:
+            return
+        if self._scheduler is not None and state["scheduler"] is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        for group in self._base_optimizer().param_groups:
+            for key, value in state["group"].items():
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._base_optimizer().param_groups[0]["lr"]) if self.names else 0.0
