@@ -1,0 +1,219 @@
+"""Durable files on an fsspec store: what is written is flushed, synced and hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fsspec.implementations.local import LocalFileSystem
+
+from dtrain.checkpoint.urls import open_filesystem, redact
+
+_BLOCK_BYTES = 1 << 20
+
+# On these, folders are only prefixes of names, and makedirs would try to create the bucket.
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"})
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Size in bytes and SHA-256 (hexadecimal) of a file."""
+
+    size: int
+    sha256: str
+
+
+def digest_of(data: bytes) -> FileDigest:
+    """The digest of a file with this content."""
+    return FileDigest(len(data), hashlib.sha256(data).hexdigest())
+
+
+class HashingStream:
+    """A write-only stream that hashes and counts what passes.
+
+    Flushing is left to the end: the writer flushes after each tensor, which would be a system
+    call for each parameter. The first failure is kept, because the archive writer of torch
+    replaces it by one that does not name the cause.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._sha = hashlib.sha256()
+        self._size = 0
+        self.error: Exception | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write all of ``data``; a store that takes less raises OSError."""
+        size = memoryview(data).nbytes
+        try:
+            written = self._raw.write(data)
+            if written is not None and written != size:
+                raise OSError(f"short write: {written} of {size} bytes")
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        self._sha.update(data)
+        self._size += size
+        return size
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._size
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed once, before it is closed."""
+
+    def close(self) -> None:
+        """Do nothing: the owner of the raw stream closes it."""
+
+    def digest(self) -> FileDigest:
+        """The digest of what was written."""
+        return FileDigest(self._size, self._sha.hexdigest())
+
+
+class Files:
+    """The files under one URL. Paths are relative to it, with ``/`` between folders.
+
+    Errors of the store come through as they are. ``on_point`` is called before each effect
+    with a name such as ``file.flush``; tests and fault injection stop the process there.
+    """
+
+    def __init__(self, url: str, on_point: Callable[[str], None] | None = None) -> None:
+        self.fs, self.root = open_filesystem(url)
+        self.shown = redact(url)
+        self.local = isinstance(self.fs, LocalFileSystem)
+        protocols = self.fs.protocol
+        names = {protocols} if isinstance(protocols, str) else set(protocols)
+        self._has_folders = not names & _OBJECT_STORES
+        self._on_point = on_point
+
+    def at(self, point: str) -> None:
+        """Pass a named point."""
+        if self._on_point is not None:
+            self._on_point(point)
+
+    def path(self, name: str = "") -> str:
+        """The full path in the file system."""
+        return f"{self.root.rstrip('/')}/{name}" if name else self.root
+
+    def refresh(self) -> None:
+        """Forget cached listings: other workers write to the same store."""
+        self.fs.invalidate_cache()
+
+    def make_folder(self, name: str = "") -> None:
+        """Create a folder and its parents, where the store has folders."""
+        if self._has_folders:
+            self.fs.makedirs(self.path(name), exist_ok=True)
+        if self.local:
+            self.sync_folder("" if name else "..")
+
+    def folders(self) -> list[str]:
+        """Names of the folders under the root; none where the root does not exist."""
+        try:
+            entries = self.fs.ls(self.root, detail=True)
+        except FileNotFoundError:
+            return []
+        return [
+            str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
+            for entry in entries
+            if entry["type"] == "directory"
+        ]
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the files in a folder; none where it does not exist."""
+        try:
+            entries = self.fs.ls(self.path(folder), detail=True)
+        except FileNotFoundError:
+            return []
+        return [str(e["name"]).rsplit("/", 1)[-1] for e in entries if e["type"] == "file"]
+
+    def size(self, name: str) -> int | None:
+        """Size in bytes, or None where there is no such file.
+
+        Any other failure is raised: ``fsspec``'s ``exists`` says False on a network error too,
+        and pruning by that would delete a good checkpoint.
+        """
+        try:
+            return int(self.fs.info(self.path(name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def read(self, name: str) -> bytes:
+        """The whole content."""
+        return bytes(self.fs.cat_file(self.path(name)))
+
+    def digest(self, name: str) -> FileDigest:
+        """Read a file in blocks of 1 MiB and hash it."""
+        sha, size = hashlib.sha256(), 0
+        with self.fs.open(self.path(name), "rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                sha.update(block)
+                size += len(block)
+        return FileDigest(size, sha.hexdigest())
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[HashingStream]:
+        """Write a file, given by its full path, durably; it is removed when the writing fails."""
+        self.at("file.open")
+        raw = self.fs.open(path, "wb")
+        stream = HashingStream(raw)
+        try:
+            yield stream
+            self.at("file.flush")
+            raw.flush()
+            if self.local:
+                os.fsync(raw.fileno())
+            raw.close()
+        except BaseException as error:
+            self._discard(raw, path)
+            if isinstance(error, Exception) and stream.error is not None:
+                raise stream.error from error
+            raise
+        self.at("file.closed")
+
+    def write(self, name: str, data: bytes) -> FileDigest:
+        """Write a small file durably."""
+        with self.create(self.path(name)) as stream:
+            stream.write(data)
+        return stream.digest()
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a folder of the local store, atomically and durably."""
+        os.rename(self.path(old), self.path(new))
+        self.sync_folder()
+
+    def sync_folder(self, name: str = "") -> None:
+        """Make the entries of a local folder durable; other stores have nothing to sync."""
+        if not self.local:
+            return
+        descriptor = os.open(self.path(name), os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file; one that is not there is fine."""
+        try:
+            self.fs.rm_file(self.path(name))
+        except FileNotFoundError:
+            return
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder with all it holds; one that is not there is fine."""
+        try:
+            self.fs.rm(self.path(name), recursive=True)
+        except FileNotFoundError:
+            return
+
+    def _discard(self, raw: Any, path: str) -> None:
+        # The first error is on its way to the caller; a second one while tidying up would hide
+        # it, and a file that stays behind is in no manifest and so counts for nothing.
+        with suppress(Exception):
+            raw.close()
+        with suppress(Exception):
+            self.fs.rm_file(path)
