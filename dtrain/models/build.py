@@ -12,10 +12,14 @@ from torch import nn
 
 from dtrain.config import ModelConfig
 from dtrain.errors import DtrainError
-from dtrain.models import gcn, sage
+from dtrain.models import gat, gcn, sage
 from dtrain.models.layer import LayerContext, ModelFactory
 
-BUILT_IN: dict[str, ModelFactory] = {"gcn": gcn.build, "sage": sage.build}
+BUILT_IN: dict[str, ModelFactory] = {
+    "gcn": gcn.build,
+    "sage": sage.build,
+    "gat": gat.build,
+}
 _RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -65,9 +69,13 @@ def _imported(name: str, module_name: str, attribute: str) -> ModelFactory:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         # Whatever the user's module does while it is imported may fail in any way.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        advice = "run pip install 'dtrain[pyg]'"
+        if missing != "torch_geometric":
+            advice = "mend it" if missing is None else "is it on PYTHONPATH?"
         raise DtrainError(
             f"model.name: {name!r}: module {module_name!r} cannot be imported "
-            f"({type(error).__name__}: {_one_line(error)}); is it on PYTHONPATH?"
+            f"({type(error).__name__}: {_one_line(error)}); {advice}"
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -14,7 +14,8 @@ def segment_sum(csr: Csr, entries: Tensor) -> Tensor:
     A segment reduction, not ``index_add``: the latter adds with atomics on a GPU, in any order.
     """
     if entries.numel() == 0:
-        return entries.new_zeros((csr.num_rows, *entries.shape[1:]))
+        # Expanded from the sum of nothing, so that autograd still sees the entries.
+        return entries.sum(0).expand(csr.num_rows, *entries.shape[1:]).clone()
     return torch.segment_reduce(entries, "sum", offsets=csr.indptr, axis=0, unsafe=True)
 
 
@@ -51,8 +52,7 @@ def spmm_max(csr: Csr, x: Tensor) -> tuple[Tensor, Tensor]:
     ``x``: float [num_cols, F]; returns values [num_rows, F] (0 in empty rows) and int64
     [num_rows, F] positions of entries, the first of equals, -1 in empty rows.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    entries = x.to(wide)[csr.indices]
+    entries = x.detach().to(torch.promote_types(x.dtype, torch.float32))[csr.indices]
     best = segment_max(csr, entries)
     rows = csr.row_of_entry()
     position = torch.arange(csr.nnz, device=x.device, dtype=torch.float64)
@@ -60,7 +60,9 @@ def spmm_max(csr: Csr, x: Tensor) -> tuple[Tensor, Tensor]:
     first = -segment_max(csr, -hits)
     empty = (csr.row_counts() == 0)[:, None].expand_as(first)
     argument = torch.where(empty, -1.0, first).to(torch.int64)
-    return torch.where(empty, 0.0, best).to(x.dtype), argument
+    if csr.nnz == 0:
+        return segment_sum(csr, x[csr.indices]), argument
+    return torch.where(empty, 0.0, x.gather(0, csr.indices[argument.clamp(min=0)])), argument
 
 
 def spmm_max_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
