@@ -1,0 +1,29 @@
+"""``dtrain run``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+USAGE = """Train: dtrain run CONFIG [torchrun's flags] [--set a.b=c]... [--run-dir DIR] [--json].
+
+The same as `torchrun [flags] -m dtrain.train CONFIG ...`, checked before anything starts. Flags
+may stand before or after CONFIG. Without a rendezvous flag it is torchrun's --standalone; the
+number of workers is --nproc-per-node (default 1). `torchrun --help` lists torchrun's flags.
+
+--set SECTION.FIELD=VALUE overrides a field of the configuration, and may be repeated.
+--run-dir DIR is the run's folder (default runs/NAME-TIME); an unfinished run in it is resumed.
+--json prints run.json as the last line of stdout.
+"""
+
+
+def run_command(
+    arguments: Annotated[list[str], typer.Argument(metavar="CONFIG [FLAGS]...")],
+    context: typer.Context,
+) -> None:
+    from dtrain.launch.torchrun import launch
+
+    raise typer.Exit(launch(arguments, debug=bool(context.obj)))

@@ -1,0 +1,175 @@
+"""``dtrain run``: the user's torchrun call, built with torch's own parser and checked first."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+from dtrain.environment import set_variables, trainer_variables
+from dtrain.errors import DtrainError
+from dtrain.launch.request import RunRequest, add_run_arguments, check, run_request
+from dtrain.runfolder import RunFolder, RunRecord
+
+WORKER_MODULE = "dtrain.train"
+
+
+def launch(arguments: Sequence[str], *, debug: bool = False) -> int:
+    """Run a job as ``torchrun [flags] -m dtrain.train CONFIG ...`` would; returns its exit code.
+
+    ``arguments``: CONFIG, dtrain's own flags and torchrun's flags, in any order. The exit code is
+    0 for a job that is done, 2 for bad input, 128 + signal when stopped, 1 otherwise.
+
+    Raises:
+        DtrainError: the arguments, the configuration or the store are bad; nothing was started.
+    """
+    request, torchrun = parse(arguments)
+    if debug or request.debug:
+        request = RunRequest(**{**asdict(request), "debug": True})
+    run = check(request, _world_size(torchrun))
+    if request.run_dir is None and torchrun.nnodes == "1":
+        # With more nodes, each has its own clock: they fall back on the name that all derive alike.
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        request = request.in_folder(f"{request.stable_run_dir()}-{stamp}")
+    folder = check(request, None).open_folder()
+    torchrun.module = True
+    torchrun.training_script = WORKER_MODULE
+    torchrun.training_script_args = request.arguments()
+    # torchrun would choose it, with a warning, and the workers would then set it anyway.
+    set_variables(trainer_variables(run.config.parallel.threads_per_worker))
+    started_s = time.time()
+    code = _run(torchrun, request.debug)
+    _say_how_it_ended(code, folder, started_s, request.json_output)
+    return code
+
+
+def parse(arguments: Sequence[str]) -> tuple[RunRequest, argparse.Namespace]:
+    """Split a command line into dtrain's request and torchrun's arguments.
+
+    Raises:
+        DtrainError: an unknown flag, a bad value, or not exactly one CONFIG.
+    """
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    add_run_arguments(parser)
+    parser.error = _refuse  # type: ignore[method-assign]
+    # torch's parser takes all that follows the script as the script's own. So: what stands before
+    # CONFIG first, then what followed it, as if CONFIG came last.
+    parsed = parser.parse_args(list(arguments))
+    config, rest = parsed.training_script, parsed.training_script_args
+    parsed = parser.parse_args([*rest, config], namespace=parsed)
+    extra = [
+        word for word in (parsed.training_script, *parsed.training_script_args) if word != config
+    ]
+    if extra:
+        raise DtrainError(f"dtrain run: expected one CONFIG, got {config} and {extra[0]}")
+    for flag in ("module", "no_python", "run_path"):
+        if getattr(parsed, flag, False):
+            raise DtrainError(
+                f"dtrain run: --{flag.replace('_', '-')} is set by dtrain run itself; leave it out"
+            )
+    parsed.config = config
+    _default_rendezvous(parsed, parser)
+    return run_request(parsed), parsed
+
+
+def _default_rendezvous(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """One node and no word about a rendezvous: torchrun's ``--standalone``, a free port."""
+    names = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank")
+    untouched = all(getattr(parsed, name) == parser.get_default(name) for name in names)
+    # torchrun's own default is "1:1", the elastic spelling of one node.
+    if parsed.nnodes in ("1", "1:1"):
+        parsed.nnodes = "1"
+        parsed.standalone = parsed.standalone or untouched
+
+
+def _refuse(message: str) -> NoReturn:
+    if "training_script" in message:
+        message = "expected the CONFIG to run, got none"
+    raise DtrainError(f"dtrain run: {message}; see dtrain run --help")
+
+
+def _world_size(torchrun: argparse.Namespace) -> int | None:
+    """The number of workers, where the flags say it in numbers."""
+    nodes, each = str(torchrun.nnodes), str(torchrun.nproc_per_node)
+    return int(nodes) * int(each) if nodes.isdigit() and each.isdigit() else None
+
+
+def _run(torchrun: argparse.Namespace, debug: bool) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run
+
+    if not debug:
+        # The supervisors say in one line each what happened; torchrun's account is a page.
+        logging.disable(logging.ERROR)
+    try:
+        run(torchrun)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        if debug:
+            print(error, file=sys.stderr)
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return 2 if 2 in codes else 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        if debug:
+            raise
+        print(f"error: torchrun: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def _say_how_it_ended(code: int, folder: RunFolder, started_s: float, json_output: bool) -> None:
+    if code == 0:
+        record = folder.read_run()
+        if not json_output:
+            print(_summary(record) if record is not None else "done")
+            print(f"run folder: {_short(folder.path)}")
+    elif code != 2:
+        print(f"error: {_cause(code, folder, started_s)}", file=sys.stderr)
+        print(
+            f"run folder: {_short(folder.path)} (the same command with --run-dir "
+            f"{_short(folder.path)} resumes from its newest checkpoint)",
+            file=sys.stderr,
+        )
+
+
+def _summary(record: RunRecord) -> str:
+    parts = [
+        f"{record.status}: {record.steps} steps, {record.epochs} epochs, {record.wall_s:.1f} s"
+    ]
+    for split, values in record.metrics.items():
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        parts.append(f"{split}: {shown}")
+    if record.weights_sha256 is not None:
+        parts.append(f"weights {record.weights_sha256[:16]}")
+    return "\n".join(parts)
+
+
+def _cause(code: int, folder: RunFolder, started_s: float) -> str:
+    """The first failure in the run's events, else what the exit code says."""
+    if code > 128:
+        return f"the run was stopped by {signal.Signals(code - 128).name}"
+    for event in folder.events():
+        if event["kind"] in ("worker_died", "worker_failed") and event["time"] >= started_s:
+            return f"the run failed; first: worker {event['worker']}, {event['reason']}"
+    return "the run failed; torchrun's account is shown with --debug"
+
+
+def _short(path: Path) -> str:
+    """The path as a person would type it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
