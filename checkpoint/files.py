@@ -181,10 +181,21 @@ class Files:
             stream.write(data)
         return stream.digest()
 
+    def write_whole(self, name: str, data: bytes) -> None:
+        """Write a small file durably, so that it is there with all its content or not at all.
+
+        Object stores show a file only once it is complete; locally that takes a rename.
+        """
+        if not self.local:
+            self.write(name, data)
+            return
+        self.write(f"{name}.part", data)
+        self.rename(f"{name}.part", name)
+
     def rename(self, old: str, new: str) -> None:
-        """Rename a folder of the local store, atomically and durably."""
+        """Rename a file or folder of the local store, atomically and durably."""
         os.rename(self.path(old), self.path(new))
-        self.sync_folder()
+        self.sync_folder(os.path.dirname(new))
 
     def sync_folder(self, name: str = "") -> None:
         """Make the entries of a local folder durable; other stores have nothing to sync."""

@@ -70,8 +70,7 @@ class Transaction:
             self._files.at("rename")
             self._files.rename(folder, name)
         self._files.at("marker.write")
-        self._files.write(f"{name}/{MARKER}", marker_of(manifest))
-        self._files.sync_folder(name)
+        self._files.write_whole(f"{name}/{MARKER}", marker_of(manifest))
         self._files.at("committed")
 
     def abandon(self) -> None:
