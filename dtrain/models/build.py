@@ -13,7 +13,7 @@ from torch import nn
 from dtrain.config import ModelConfig
 from dtrain.errors import DtrainError
 from dtrain.models import gat, gcn, sage
-from dtrain.models.layer import LayerContext, ModelFactory
+from dtrain.models.layer import ModelFactory
 
 BUILT_IN: dict[str, ModelFactory] = {
     "gcn": gcn.build,
@@ -92,7 +92,7 @@ def _imported(name: str, module_name: str, attribute: str) -> ModelFactory:
 
 
 class _UserFactory:
-    """Calls the user's factory and makes its layers draw their random numbers by ``ctx.key``."""
+    """Calls the user's factory and says what is wrong with what it does."""
 
     def __init__(self, name: str, factory: Any) -> None:
         self.name = name
@@ -115,16 +115,7 @@ class _UserFactory:
                 f"model.name: {self.name!r}: expected a sequence of torch.nn.Module, "
                 f"got {_kind(layers)}"
             )
-        for layer in layers:
-            layer.register_forward_pre_hook(_seed_generator, with_kwargs=True)
         return list(layers)
-
-
-def _seed_generator(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Make ``nn.Dropout`` and its like depend on the microbatch, not on who ran what before."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, LayerContext):
-            torch.manual_seed(value.key)
 
 
 def _checked(layers: Sequence[nn.Module], config: ModelConfig) -> list[nn.Module]:
