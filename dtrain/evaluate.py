@@ -99,7 +99,9 @@ def layerwise_logits(
             f"model: expected the last layer to return one tensor [num_dst, num_classes], "
             f"got {shapes}; mend the model"
         )
-    return state.tensors[0].numpy()
+    logits: NDArray[np.float32] = state.tensors[0].numpy()
+    # A layer in float64 kept its rows so; all others are float32 already.
+    return logits.astype(np.float32, copy=False)
 
 
 def chunks(
