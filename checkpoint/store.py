@@ -130,6 +130,15 @@ class CheckpointStore:
         with self._store_errors("read"):
             return self._catalog.manifest(info).progress
 
+    def names(self, info: CheckpointInfo) -> builtins.list[str]:
+        """The names of the tensors in a checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        with self._store_errors("read"):
+            return [*self._catalog.metadata(info).state_dict_metadata]
+
     def save(
         self,
         step: int,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.environment import default_variable
 from dtrain.errors import PeerLostError
 from dtrain.runtime.fault import FaultFlag
 from dtrain.runtime.transport import Address, Transport
@@ -144,7 +144,7 @@ class Communicator:
         self._store = dist.PrefixStore(f"gen/{generation.number}", store)
         self._workers = sorted(generation.members)
         if all(m.address.host.startswith("127.") for m in generation.members.values()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            default_variable("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=dist.PrefixStore("groups", self._store),
@@ -154,12 +154,8 @@ class Communicator:
         )
         self.stage_groups = [self._new_group(holders) for holders in stage_holders]
         self.checkpoint_group = self._new_group(self._workers)
-        self.own_group = dist.new_group(
-            [self.rank_of(worker)], use_local_synchronization=True
-        )
-        transport.start(
-            generation.number, {w: m.address for w, m in generation.members.items()}
-        )
+        self.own_group = dist.new_group([self.rank_of(worker)], use_local_synchronization=True)
+        transport.start(generation.number, {w: m.address for w, m in generation.members.items()})
         self._watching = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="dtrain-watch", daemon=True)
         self._watcher.start()
@@ -168,9 +164,9 @@ class Communicator:
         return dist.new_group([self.rank_of(w) for w in workers])
 
     @property
-    def rank(self) -> int:
-        """This worker's position among the generation's workers."""
-        return self.rank_of(self.worker)
+    def workers(self) -> list[int]:
+        """The generation's workers, sorted."""
+        return list(self._workers)
 
     def rank_of(self, worker: int) -> int:
         """The position of ``worker`` among the generation's workers."""

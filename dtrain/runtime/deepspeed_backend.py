@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.utils import groups
 from torch import Tensor
 
+from dtrain.environment import default_variable
 from dtrain.runtime.comm import Communicator
 
 
@@ -137,7 +137,7 @@ def install_backend(comm: Communicator) -> GenerationBackend:
     # On CPUs DeepSpeed would compile a shared-memory operator at first use (a compiler, 50 s).
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed insists on the variable, which its own use of devices does not read on CPUs.
-    os.environ.setdefault("LOCAL_RANK", "0")
+    default_variable("LOCAL_RANK", "0")
     groups._release_process_group_references()
     deepspeed_comm.cdb = None
     backend = GenerationBackend(comm)

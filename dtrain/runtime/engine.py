@@ -95,8 +95,10 @@ class StageEngine:
         backend: GenerationBackend,
         *,
         contributes: bool,
+        device: torch.device,
     ) -> None:
         self.stage = stage
+        self._device = device
         self.module = nn.Module()
         self.module.layers = nn.ModuleDict({str(i): layer for i, layer in layers.items()})
         self.names = [n for n, p in self.module.named_parameters() if p.requires_grad]
@@ -119,6 +121,16 @@ class StageEngine:
     def parameters(self) -> list[nn.Parameter]:
         """Trainable parameters in the order of ``names``."""
         return [p for p in self.module.parameters() if p.requires_grad]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stage computes."""
+        return self._device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that the layers compute in: their parameters', float32 if they have none."""
+        return next((p.dtype for p in self.parameters), torch.float32)
 
     def layer(self, index: int) -> nn.Module:
         """The module of layer ``index``."""

@@ -1,0 +1,153 @@
+"""What a worker's actions need of each microbatch, sampled and fetched ahead of compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dtrain.data.batches import BatchSource
+from dtrain.data.block import Block
+from dtrain.data.store import GraphStore
+from dtrain.kernels.csr import SparseRows
+from dtrain.runtime.fault import FaultFlag
+from dtrain.scheduler import Plan
+
+
+@dataclass
+class MicrobatchInputs:
+    """One microbatch as one worker needs it.
+
+    ``blocks``: layer -> block, for the layers of the stages that the worker executes on it (and
+    those between). ``features``: rows for the sources of layer 0, float32 [num_src, F] or sparse,
+    where the worker executes stage 0, else None. ``labels``: int64 [B] of the seeds and
+    ``seed_rows``: int64 [B], their rows among the last layer's destinations, where it executes the
+    last stage, else None.
+    """
+
+    blocks: dict[int, Block]
+    features: Tensor | SparseRows | None
+    labels: Tensor | None
+    seed_rows: Tensor | None
+
+
+class InputFetcher:
+    """Makes :class:`MicrobatchInputs`, a pure function of step, microbatch and plan."""
+
+    def __init__(
+        self, source: BatchSource, store: GraphStore, plan: Plan, worker: int, device: torch.device
+    ) -> None:
+        self._source = source
+        self._store = store
+        self._device = device
+        self._cuts = plan.layout.cuts
+        self._stages: dict[int, list[int]] = {}
+        for stage, runs in enumerate(plan.executors):
+            for microbatch, executor in enumerate(runs):
+                if executor == worker:
+                    self._stages.setdefault(microbatch, []).append(stage)
+        # Microbatches in the order in which this worker first meets them.
+        self.order = list(dict.fromkeys(a.microbatch for a in plan.actions[worker]))
+        self._static: dict[int, MicrobatchInputs] = {}
+
+    def fetch(self, step: int, microbatch: int) -> MicrobatchInputs:
+        """Sample the blocks and gather features and labels; kept where the batches are static."""
+        if microbatch in self._static:
+            return self._static[microbatch]
+        inputs = self._make(step, microbatch)
+        if self._source.static:
+            self._static[microbatch] = inputs
+        return inputs
+
+    def _make(self, step: int, microbatch: int) -> MicrobatchInputs:
+        stages = self._stages[microbatch]
+        first_layer = self._cuts[min(stages)]
+        sample = self._source.sample(step, microbatch, first_layer)
+        blocks = {
+            first_layer + i: block if self._device.type == "cpu" else block.to(self._device)
+            for i, block in enumerate(sample.blocks)
+        }
+        features = labels = rows = None
+        if min(stages) == 0:
+            features = self._store.gather_features(sample.input_nodes).to(self._device)
+        if max(stages) == len(self._cuts) - 2:
+            labels = torch.from_numpy(self._store.labels[sample.seeds].astype("int64"))
+            labels = labels.to(self._device)
+            rows = sample.seed_rows
+            if rows is None:
+                rows = torch.arange(len(sample.seeds))
+            rows = rows.to(self._device)
+        return MicrobatchInputs(blocks, features, labels, rows)
+
+
+class Prefetcher:
+    """Runs an :class:`InputFetcher` in a thread, at most ``ahead`` microbatches before use."""
+
+    def __init__(
+        self,
+        fetcher: InputFetcher,
+        source: BatchSource,
+        steps: range,
+        ahead: int,
+        fault: FaultFlag,
+        timeout_s: float,
+    ) -> None:
+        self._fetcher = fetcher
+        self._source = source
+        self._steps = steps
+        self._fault = fault
+        self._timeout_s = timeout_s
+        self._ready: dict[tuple[int, int], MicrobatchInputs] = {}
+        self._room = threading.Semaphore(max(1, ahead))
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dtrain-prefetch", daemon=True)
+        if fetcher.order:
+            self._thread.start()
+
+    def take(self, step: int, microbatch: int) -> MicrobatchInputs:
+        """The inputs of one microbatch; each is given out once.
+
+        Raises:
+            PeerLostError: a fault was noticed meanwhile. Errors of sampling are raised as they
+                were.
+        """
+        key = (step, microbatch)
+        self._fault.wait_for(
+            lambda: key in self._ready or self._error is not None,
+            self._timeout_s,
+            f"sampling microbatch {microbatch} of step {step}",
+        )
+        if self._error is not None and key not in self._ready:
+            raise self._error
+        self._room.release()
+        return self._ready.pop(key)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stopping = True
+        self._room.release()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _keys(self) -> Iterator[tuple[int, int]]:
+        for step in self._steps:
+            for microbatch in self._fetcher.order:
+                if len(self._source.seeds(step, microbatch)):
+                    yield step, microbatch
+
+    def _run(self) -> None:
+        try:
+            for step, microbatch in self._keys():
+                self._room.acquire()
+                if self._stopping:
+                    return
+                self._ready[step, microbatch] = self._fetcher.fetch(step, microbatch)
+                self._fault.notify()
+        except Exception as error:
+            # Handed to the thread that waits for these inputs.
+            self._error = error
+            self._fault.notify()

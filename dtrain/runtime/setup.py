@@ -1,0 +1,117 @@
+"""What every worker derives from the configuration before anybody talks to anybody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtrain.config import Config
+from dtrain.data.batches import BatchSource
+from dtrain.data.store import GraphStore
+from dtrain.errors import DtrainError
+from dtrain.models.build import build_layers
+from dtrain.runtime.engine import check_deepspeed_config
+from dtrain.scheduler import Layout, even_cuts
+
+
+@dataclass
+class Job:
+    """The run as a pure function of its configuration: graph, microbatches, model, layout.
+
+    ``layers`` hold their initial weights; ``total_steps`` is where the run ends; ``identity`` is
+    what decides its result.
+    """
+
+    config: Config
+    store: GraphStore
+    source: BatchSource
+    layers: list[nn.Module]
+    layout: Layout
+    total_steps: int
+    identity: dict[str, Any]
+    device: torch.device
+
+    def parameter_names(self, layer_range: range | None = None) -> list[str]:
+        """Trainable parameters as ``layers.{i}.{name}``, in the model's order."""
+        return [
+            f"layers.{i}.{name}"
+            for i in layer_range or range(len(self.layers))
+            for name, p in self.layers[i].named_parameters()
+            if p.requires_grad
+        ]
+
+    def parameter_stage(self) -> dict[str, int]:
+        """Each trainable parameter's stage, in the model's order."""
+        return {
+            name: stage
+            for stage in range(self.layout.num_stages)
+            for name in self.parameter_names(self.layout.layers_of(stage))
+        }
+
+
+def prepare_job(config: Config, local_rank: int) -> Job:
+    """Open the graph and build the model and its layout.
+
+    Raises:
+        DtrainError: something in the configuration does not fit the graph, the model or the
+            machine.
+    """
+    check_deepspeed_config(config.deepspeed)
+    device = _device(config, local_rank)
+    store = GraphStore.open(config.data.store, config.data.cache_dir)
+    source = BatchSource(
+        store,
+        split=config.data.split,
+        sampler=config.sampler,
+        batch_size=config.train.batch_size,
+        microbatches=config.parallel.microbatches,
+        num_layers=config.model.layers,
+        seed=config.seed,
+    )
+    meta = store.meta
+    layers = build_layers(config.model, meta.num_features, meta.num_classes, config.seed)
+    _check_layers(layers)
+    parallel = config.parallel
+    cuts = even_cuts(len(layers), parallel.stages)
+    if parallel.cuts is not None:
+        cuts = (0, *parallel.cuts, len(layers))
+    layout = Layout(cuts, parallel.microbatches, parallel.redundancy, parallel.schedule)
+    identity = config.identity(store.fingerprint)
+    return Job(config, store, source, layers, layout, total_steps(config, source), identity, device)
+
+
+def total_steps(config: Config, source: BatchSource) -> int:
+    """The number of steps after which the run is done."""
+    limits = []
+    if config.train.epochs is not None:
+        limits.append(config.train.epochs * source.steps_per_epoch)
+    if config.train.max_steps is not None:
+        limits.append(config.train.max_steps)
+    return min(limits)
+
+
+def _device(config: Config, local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    wants_bf16 = bool((config.deepspeed.get("bf16") or {}).get("enabled"))
+    if wants_bf16 and not torch.cuda.is_bf16_supported():
+        name = torch.cuda.get_device_name(device)
+        raise DtrainError(f"deepspeed.bf16.enabled: {name} has no bfloat16; set it to false")
+    return device
+
+
+def _check_layers(layers: list[nn.Module]) -> None:
+    owner: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            other = owner.setdefault(id(parameter), index)
+            if other != index:
+                raise DtrainError(
+                    f"model: layers {other} and {index} share the parameter {name}; expected each "
+                    "layer to have its own, since layers may lie on different stages"
+                )
