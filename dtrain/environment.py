@@ -119,6 +119,11 @@ def set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def default_variable(name: str, value: str) -> None:
+    """Set a variable unless the user has."""
+    os.environ.setdefault(name, value)
+
+
 def _user_cache(environ: Mapping[str, str]) -> Path:
     """A writable folder for caches: the user's, or a private one under the temporary folder."""
     home = environ.get("HOME", "")

@@ -96,7 +96,7 @@ class _Supervisor:
     def run(self, entry: str, preload: Sequence[str]) -> _End:
         """Run one trainer; a second one, spawned, only where a forked one cannot use its device."""
         end = self._run_trainer(entry, preload, "forkserver")
-        if end.kind == "needs_spawn" and self._stop is None:
+        if end.kind == "trainer_needs_spawn" and self._stop is None:
             self._event("start_method", f"{end.reason}: starting it by spawn, which is slower")
             say(f"worker {self._place.worker}: {end.reason}; starting it by spawn, which is slower")
             end = self._run_trainer(entry, preload, "spawn")
@@ -111,7 +111,7 @@ class _Supervisor:
         except PreloadError as error:
             return _End(1, "worker_died", str(error))
         self._event(
-            "worker_started",
+            "trainer_started",
             f"{method} by its supervisor, restart {self._place.restart}",
             node=spec.node,
             pid=trainer.pid,
@@ -151,18 +151,15 @@ class _Supervisor:
     def _verdict(self, trainer: TrainerProcess, code: int) -> _End:
         report = trainer.report
         if report is not None and report.kind == "done":
-            return _End(0, "worker_done", report.reason)
+            return _End(0, "trainer_done", report.reason)
         if report is not None and report.kind == "user_error":
             return _End(2, "user_error", report.reason)
         if self._stop is not None:
             reason = report.reason if report is not None else _how_it_ended(code)
-            return _End(128 + self._stop, "worker_stopped", f"{self._stop.name}: {reason}")
+            return _End(128 + self._stop, "trainer_stopped", f"{self._stop.name}: {reason}")
         if report is None:
             return _End(1, "worker_died", _how_it_ended(code))
-        kind = {"failed": "worker_failed", "stopped": "worker_stopped"}.get(
-            report.kind, report.kind
-        )
-        return _End(1, kind, report.reason)
+        return _End(1, f"trainer_{report.kind}", report.reason)
 
     def _spec(self) -> TrainerSpec:
         place = self._place
@@ -179,7 +176,7 @@ class _Supervisor:
             incarnation=uuid.uuid4().hex,
             supervisor_pid=os.getpid(),
             json_output=self._run.request.json_output,
-            progress=place.worker == 0 and sys.stderr.isatty(),
+            progress=place.worker == 0,
         )
 
     def _event(self, kind: str, reason: str, **fields: object) -> None:

@@ -164,7 +164,10 @@ def _cause(code: int, folder: RunFolder, started_s: float) -> str:
     if code > 128:
         return f"the run was stopped by {signal.Signals(code - 128).name}"
     for event in folder.events():
-        if event["kind"] in ("worker_died", "worker_failed") and event["time"] >= started_s:
+        if (
+            event["kind"] in ("worker_died", "worker_failed", "trainer_failed")
+            and event["time"] >= started_s
+        ):
             return f"the run failed; first: worker {event['worker']}, {event['reason']}"
     return "the run failed; torchrun's account is shown with --debug"
 
