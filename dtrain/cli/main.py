@@ -1,0 +1,57 @@
+"""The console script ``dtrain``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from dtrain.cli.env import env_command
+from dtrain.cli.eval import eval_command
+from dtrain.cli.run import CONTEXT, USAGE, run_command
+from dtrain.errors import DtrainError
+
+app = typer.Typer(
+    name="dtrain",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks; also after a command.")
+    ] = False,
+) -> None:
+    """Train graph neural networks across many GPUs that fail."""
+
+
+app.command("run", context_settings=CONTEXT, help=USAGE)(run_command)
+app.command("eval")(eval_command)
+app.command("env")(env_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit: 0 well, 1 failed, 2 bad input (one line), 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    try:
+        app(args=[word for word in words if word != "--debug"], prog_name="dtrain", obj=debug)
+    except DtrainError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()
