@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dtrain.data.csr_build import build_csr, take_csr_rows
+from dtrain.data.csr_build import build_csr
 from dtrain.errors import DtrainError
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Split",
     "check_edges",
     "check_graph",
-    "take_csr_rows",
 ]
 
 SPARSE_BELOW_DENSITY = 0.1

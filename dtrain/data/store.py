@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dtrain.data.graph import Split, take_csr_rows
+from dtrain.data.csr_build import take_csr_rows
+from dtrain.data.graph import Split
 from dtrain.data.location import Location, locate, unreadable
 from dtrain.data.meta import META_FILE, SPLIT_PARTS, GraphMeta, parse_meta, split_array
 from dtrain.data.ranged import CachedFile, RangedArray

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dtrain.data.csr_build import renumber_csr
+from dtrain.data.csr_build import renumber_csr, take_csr_rows
 from dtrain.data.graph import (
     SPARSE_BELOW_DENSITY,
     CsrFeatures,
@@ -24,7 +24,6 @@ from dtrain.data.graph import (
     DenseSource,
     GraphArrays,
     check_graph,
-    take_csr_rows,
 )
 from dtrain.data.location import Location, locate
 from dtrain.data.meta import (
@@ -63,8 +62,7 @@ def write_store(
         DtrainError: the graph is not sound (see :func:`check_graph`), a partitioning option is
             wrong, or ``url`` is taken (another store needs ``overwrite``) or cannot be written.
     """
-    place = locate(url)
-    _check_target(place, overwrite)
+    place = check_target(url, overwrite)
     check_graph(graph)
     part = partition_graph(
         partitioner, graph.indptr, graph.indices, partitions, seed=seed, directed=graph.directed
@@ -159,7 +157,13 @@ def _choose_format(features: DenseSource | CsrFeatures) -> DenseSource | CsrFeat
     return features
 
 
-def _check_target(place: Location, overwrite: bool) -> None:
+def check_target(url: str, overwrite: bool) -> Location:
+    """Where a store may be written.
+
+    Raises:
+        DtrainError: there is a store and not ``overwrite``, or something that is no store.
+    """
+    place = locate(url)
     if place.exists(META_FILE):
         if not overwrite:
             raise DtrainError(
@@ -175,6 +179,7 @@ def _check_target(place: Location, overwrite: bool) -> None:
                 f"--out {place.url}: expected a new or empty folder, found something that is no "
                 "store; choose another place"
             )
+    return place
 
 
 @dataclass
