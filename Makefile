@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 DEMO_STORE := stores/quickstart
 TEST_EXTRAS := dev,pyg,s3,parquet
 INPUTS := pyproject.toml constraints.txt

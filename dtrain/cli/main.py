@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from dtrain.cli import data
 from dtrain.cli.env import env_command
 from dtrain.cli.eval import eval_command
 from dtrain.cli.run import CONTEXT, USAGE, run_command
@@ -33,6 +34,7 @@ def _options(
     """Train graph neural networks across many GPUs that fail."""
 
 
+app.add_typer(data.app, name="data", help="Make and look at graph stores.")
 app.command("run", context_settings=CONTEXT, help=USAGE)(run_command)
 app.command("eval")(eval_command)
 app.command("env")(env_command)

@@ -21,9 +21,10 @@ number of workers is --nproc-per-node (default 1). `torchrun --help` lists torch
 
 
 def run_command(
-    arguments: Annotated[list[str], typer.Argument(metavar="CONFIG [FLAGS]...")],
     context: typer.Context,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="CONFIG_AND_FLAGS")] = None,
 ) -> None:
+    """Parse and start a job; exits with its exit code."""
     from dtrain.launch.torchrun import launch
 
-    raise typer.Exit(launch(arguments, debug=bool(context.obj)))
+    raise typer.Exit(launch(arguments or [], debug=bool(context.obj)))
