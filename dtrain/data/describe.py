@@ -79,7 +79,7 @@ def summary_lines(facts: dict[str, Any]) -> list[str]:
         ("nodes", f"{facts['num_nodes']:,}"),
         (
             "edges",
-            f"{facts['num_edges']:,} {'directed' if facts['directed'] else 'in both directions'}",
+            f"{facts['num_edges']:,} {direction}",
         ),
         (
             "degree",
