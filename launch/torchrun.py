@@ -16,7 +16,7 @@ from typing import NoReturn
 from dtrain.environment import set_variables, trainer_variables
 from dtrain.errors import DtrainError
 from dtrain.launch.request import RunRequest, add_run_arguments, check, run_request
-from dtrain.runfolder import RunFolder, RunRecord
+from dtrain.runfolder import RunFolder
 
 WORKER_MODULE = "dtrain.train"
 
@@ -46,7 +46,8 @@ def launch(arguments: Sequence[str], *, debug: bool = False) -> int:
     set_variables(trainer_variables(run.config.parallel.threads_per_worker))
     started_s = time.time()
     code = _run(torchrun, request.debug)
-    _say_how_it_ended(code, folder, started_s, request.json_output)
+    if code not in (0, 2):
+        _say_failure(code, folder, started_s)
     return code
 
 
@@ -132,31 +133,15 @@ def _run(torchrun: argparse.Namespace, debug: bool) -> int:
     return 0
 
 
-def _say_how_it_ended(code: int, folder: RunFolder, started_s: float, json_output: bool) -> None:
-    if code == 0:
-        record = folder.read_run()
-        if not json_output:
-            print(_summary(record) if record is not None else "done")
-            print(f"run folder: {_short(folder.path)}")
-    elif code != 2:
-        print(f"error: {_cause(code, folder, started_s)}", file=sys.stderr)
-        print(
-            f"run folder: {_short(folder.path)} (the same command with --run-dir "
-            f"{_short(folder.path)} resumes from its newest checkpoint)",
-            file=sys.stderr,
-        )
-
-
-def _summary(record: RunRecord) -> str:
-    parts = [
-        f"{record.status}: {record.steps} steps, {record.epochs} epochs, {record.wall_s:.1f} s"
-    ]
-    for split, values in record.metrics.items():
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-        parts.append(f"{split}: {shown}")
-    if record.weights_sha256 is not None:
-        parts.append(f"weights {record.weights_sha256[:16]}")
-    return "\n".join(parts)
+def _say_failure(code: int, folder: RunFolder, started_s: float) -> None:
+    """One line on why, one on how to go on; what a run that is done says, its worker 0 says."""
+    print(f"error: {_cause(code, folder, started_s)}", file=sys.stderr)
+    where = _short(folder.path)
+    print(
+        f"run folder {where}: the same command with --run-dir {where} resumes from its newest "
+        "checkpoint",
+        file=sys.stderr,
+    )
 
 
 def _cause(code: int, folder: RunFolder, started_s: float) -> str:
