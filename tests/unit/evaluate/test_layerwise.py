@@ -43,7 +43,7 @@ class Sum(nn.Module):
         rows, columns = block.csr.row_of_entry(), block.csr.indices
         added = x[: block.num_dst].index_add(0, rows, x[columns])
         count = count[: block.num_dst] + block.csr.row_counts()
-        return added / 4 if self.last else (added / 4, count)
+        return torch.cat([added / 4, count[:, None]], 1) if self.last else (added / 4, count)
 
 
 class Wrong(nn.Module):
@@ -89,12 +89,22 @@ def test_equals_one_pass_over_the_graph(make_store, tmp_path, model, limits, spa
     np.testing.assert_allclose(logits, direct(layers, store), rtol=1e-4, atol=1e-5)
 
 
-def test_tuples_pass_between_layers_and_limits_hold(make_store, tmp_path):
+@pytest.mark.parametrize(
+    ("nodes", "edges", "memory_bytes"), [(16, 30, 4000), (64, 1000, 1600), (20, 1000, 1 << 30)]
+)
+def test_tuples_pass_between_layers_and_limits_hold(
+    make_store, tmp_path, nodes, edges, memory_bytes
+):
     store = make_store()
     layers = [Sum(False), Sum(False), Sum(True)]
     before = set(os.listdir("/proc/self/fd"))
     logits = layerwise_logits(
-        layers, store, chunk_nodes=16, max_edges=30, memory_bytes=4000, workdir=tmp_path
+        layers,
+        store,
+        chunk_nodes=nodes,
+        max_edges=edges,
+        memory_bytes=memory_bytes,
+        workdir=tmp_path,
     )
     dense = np.eye(store.num_nodes)
     for v, (a, b) in enumerate(pairwise(store.indptr)):
@@ -102,11 +112,13 @@ def test_tuples_pass_between_layers_and_limits_hold(make_store, tmp_path):
     x = store.gather_features(np.arange(store.num_nodes)).numpy().astype(np.float64)
     for _ in layers:
         x = dense @ x / 4
-    np.testing.assert_allclose(logits, x, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits[:, :-1], x, rtol=1e-4, atol=1e-4)
+    assert np.array_equal(logits[:, -1], 3 * store.in_degree())
     for layer, row_bytes in zip(layers, (40, 44, 44), strict=True):
         assert sum(num_dst for num_dst, _, _ in layer.seen) == store.num_nodes
-        assert max(num_dst for num_dst, _, _ in layer.seen) <= 16
-        assert all(e <= 30 and s * row_bytes <= 4000 for d, s, e in layer.seen if d > 1)
+        assert max(num_dst for num_dst, _, _ in layer.seen) <= nodes
+        for num_dst, num_src, nnz in layer.seen:
+            assert num_dst == 1 or (nnz <= edges and num_src * row_bytes <= memory_bytes)
     assert os.listdir(tmp_path) == ["store"]
     del logits
     assert set(os.listdir("/proc/self/fd")) == before
@@ -157,7 +169,7 @@ def test_wrong_shapes_are_refused(make_store, tmp_path, layer):
 def test_no_room_for_hidden_rows_is_said(make_store, tmp_path, monkeypatch):
     store = make_store()
     limits = {"chunk_nodes": 16, "memory_bytes": 100}
-    with pytest.raises(DtrainError, match="nowhere: expected room for 4800 bytes"):
+    with pytest.raises(DtrainError, match="nowhere: expected room for 5280 bytes"):
         layerwise_logits([Sum(True)], store, workdir=tmp_path / "nowhere", **limits)
 
     def full(fd: int, begin: int, size: int) -> None:
