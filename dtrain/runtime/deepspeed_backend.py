@@ -70,7 +70,8 @@ class GenerationBackend(TorchBackend):
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> PolledWork | None:
-        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(output_tensor, input_tensor, group=group, async_op=True)
         return self._run(work, "DeepSpeed all-gather", async_op)
 
     def all_gather(

@@ -58,6 +58,8 @@ def trainer_main(spec: TrainerSpec) -> None:
     config = Config.model_validate(spec.config)
     torch.set_num_threads(config.parallel.threads_per_worker)
     torch.use_deterministic_algorithms(True)
+    # The default also fills all uninitialised memory, such as DeepSpeed's buckets of gigabytes.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     folder = RunFolder(spec.run_dir)
     job = prepare_job(config, spec.local_rank)
     fault = FaultFlag()
