@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,10 +24,15 @@ _COLUMNS = ("count", "loss", "accuracy", "macro_f1", "roc_auc")
 
 @dataclass(frozen=True)
 class EvalReport:
-    """The metrics of a checkpoint's weights: split name -> metric -> value."""
+    """The metrics of a run's weights: split name -> metric -> value.
+
+    ``step``: the committed step that the weights are of. ``weights``: ``last``, or ``best`` where
+    the run keeps the best on val (``eval.select``).
+    """
 
     run_dir: str
     step: int
+    weights: str
     split: int
     metrics: dict[str, dict[str, float]]
 
@@ -51,9 +56,7 @@ def eval_command(
         )
     report = evaluate_run(run_dir, checkpoint, on_warning=lambda text: typer.echo(text, err=True))
     names = [split_name] if split_name else list(SPLIT_NAMES)
-    shown = EvalReport(
-        report.run_dir, report.step, report.split, {name: report.metrics[name] for name in names}
-    )
+    shown = replace(report, metrics={name: report.metrics[name] for name in names})
     if as_json:
         typer.echo(json.dumps(_finite(asdict(shown)), allow_nan=False))
     else:
@@ -66,8 +69,10 @@ def evaluate_run(
     *,
     on_warning: Callable[[str], None] | None = None,
 ) -> EvalReport:
-    """Metrics of the weights in ``run_dir``'s newest intact checkpoint, or that of a given step.
+    """Metrics of the weights that ``run_dir`` ended with, or of a given step's checkpoint.
 
+    Without ``checkpoint`` they are the newest intact checkpoint's: the best on val where the run's
+    ``eval.select`` is ``best``, else the last.
     ``on_warning`` is told of each newer checkpoint that is passed over as damaged or unfinished.
 
     Raises:
@@ -84,17 +89,21 @@ def evaluate_run(
     try:
         info = _choose(checkpoints, checkpoint, run_dir, on_warning)
         store = GraphStore.open(config.data.store, config.data.cache_dir)
-        _check_dataset(checkpoints.progress(info), store.meta.fingerprint, config)
+        saved = checkpoints.progress(info)
+        _check_dataset(saved, store.meta.fingerprint, config)
+        wants_best = checkpoint is None and config.eval.select == "best"
+        best = (saved.get("progress") or {}).get("best") if wants_best else None
         layers = build_layers(
             config.model, store.meta.num_features, store.meta.num_classes, config.seed
         )
-        _load_weights(layers, checkpoints, info)
+        _load_weights(layers, checkpoints, info, "best" if best else "model")
     except CheckpointError as error:
         raise DtrainError(f"checkpoint.url: {error}; evaluate another checkpoint") from error
     metrics = evaluate(
         layers, store, config.data.split, chunk_nodes=config.eval.chunk_nodes, workdir=run_dir
     )
-    return EvalReport(str(run_dir), info.step, config.data.split, metrics)
+    step, weights = (best["step"], "best") if best else (info.step, "last")
+    return EvalReport(str(run_dir), step, weights, config.data.split, metrics)
 
 
 def _run_config(run_dir: Path) -> Config:
@@ -149,12 +158,12 @@ def _check_dataset(progress: dict[str, Any], fingerprint: str, config: Config) -
 
 
 def _load_weights(
-    layers: Sequence[nn.Module], checkpoints: CheckpointStore, info: CheckpointInfo
+    layers: Sequence[nn.Module], checkpoints: CheckpointStore, info: CheckpointInfo, section: str
 ) -> None:
     import torch
 
     parameters = {
-        f"model/layers.{i}.{name}": parameter
+        f"{section}/layers.{i}.{name}": parameter
         for i, layer in enumerate(layers)
         for name, parameter in layer.named_parameters()
         if parameter.requires_grad  # the others are what the model was built with
@@ -175,7 +184,10 @@ def _print_table(report: EvalReport) -> None:
     from rich.table import Table
 
     present = [c for c in _COLUMNS if any(c in values for values in report.metrics.values())]
-    table = Table(title=f"{report.run_dir}, step {report.step}, split {report.split}")
+    typer.echo(
+        f"{report.run_dir}: {report.weights} weights (step {report.step}), split {report.split}"
+    )
+    table = Table()
     table.add_column("")
     for column in present:
         table.add_column(column, justify="right")

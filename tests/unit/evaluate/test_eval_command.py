@@ -21,6 +21,14 @@ from dtrain.models.build import build_layers
 MODEL = {"name": "sage", "layers": 2, "hidden": 8}
 
 
+def named(section: str, layers: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    return {
+        f"{section}/layers.{i}.{name}": parameter.detach()
+        for i, layer in enumerate(layers)
+        for name, parameter in layer.named_parameters()
+    }
+
+
 class Run:
     """A store, a configuration, and checkpoints of steps 3 and 5 with different weights."""
 
@@ -41,14 +49,19 @@ class Run:
         config = {"data": {"store": self.store.url}, "model": MODEL, "train": {"epochs": 1}}
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config | sections))
 
-    def save(self, step: int, layers: list[torch.nn.Module], fingerprint: str) -> None:
-        tensors = {
-            f"model/layers.{i}.{name}": parameter.detach()
-            for i, layer in enumerate(layers)
-            for name, parameter in layer.named_parameters()
-        }
+    def save(
+        self,
+        step: int,
+        layers: list[torch.nn.Module],
+        fingerprint: str,
+        best: int | None = None,
+    ) -> None:
+        tensors = named("model", layers) | (named("best", self.layers[best]) if best else {})
         tensors["optim/layers.0.own.weight/step"] = torch.tensor(float(step))
-        progress = {"identity": {"dataset": fingerprint}}
+        progress = {
+            "identity": {"dataset": fingerprint},
+            "progress": {"best": {"step": best} if best else None},
+        }
         self.checkpoints.save(
             step, tensors, progress, rank=0, process_group=None, no_dist=True, keep=9
         )
@@ -90,10 +103,22 @@ def test_one_split_of_an_older_checkpoint(run):
     assert report["metrics"] == {"val": pytest.approx(run.expected(3)["val"], rel=1e-5)}
 
 
+def test_a_run_that_keeps_the_best_weights_is_evaluated_with_them(run):
+    run.save(7, run.build(7), run.store.meta.fingerprint, best=3)
+    assert json.loads(call(run.folder, "--json").stdout)["step"] == 7
+    run.write_config(eval={"select": "best"})
+    report = json.loads(call(run.folder, "--json").stdout)
+    assert (report["step"], report["weights"]) == (3, "best")
+    assert report["metrics"]["test"] == pytest.approx(run.expected(3)["test"], rel=1e-5)
+    asked_for = json.loads(call(run.folder, "--json", "--checkpoint", 7).stdout)
+    assert (asked_for["step"], asked_for["weights"]) == (7, "last")
+    assert asked_for["metrics"] != report["metrics"]
+
+
 def test_table(run):
     printed = call(run.folder, "--split-name", "test").stdout
     expected = run.expected(5)["test"]
-    assert "step 5" in printed
+    assert "last weights (step 5)" in printed
     for name in ("accuracy", "macro_f1", "roc_auc"):
         assert name in printed
         assert f"{expected[name]:.4f}" in printed
