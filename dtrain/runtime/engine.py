@@ -1,8 +1,8 @@
 """The engine of one stage: DeepSpeed's optimizer, ZeRO, precision and learning-rate schedule.
 
 The exact gradient sum is computed outside and is the same on every holder. It enters DeepSpeed
-through a surrogate loss ``sum(p * g)`` with constant ``g``, whose gradient is ``g`` to the bit. With
-ZeRO the lowest holder contributes ``g`` and the others zeros, to a *sum* over the holders: adding
+through a surrogate loss ``sum(p * g)`` with constant ``g``, whose gradient is ``g`` to the bit.
+With ZeRO the lowest holder contributes ``g`` and the others zeros, to a *sum* over the holders: adding
 zeros is exact, so every shard receives ``g``.
 """
 
@@ -73,6 +73,9 @@ def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if str(optimizer["type"]).lower() in ("adam", "adamw"):
         # DeepSpeed's fused Adam would be compiled at first use.
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+        # Adam is Adam: DeepSpeed's own default would make it AdamW.
+        decoupled = str(optimizer["type"]).lower() == "adamw"
+        optimizer["params"].setdefault("adam_w_mode", decoupled)
     if zero_stage(out):
         out["zero_allow_untested_optimizer"] = True
     return out
@@ -253,10 +256,10 @@ class StageEngine:
         DeepSpeed does so once, after the first parameter group's first step, when the other
         groups have no state yet.
         """
-        if self.names and hasattr(self._optimizer, "_hp_optimizer_states_linked"):
-            if any(self._base_optimizer().state.values()):
-                self._optimizer._hp_optimizer_states_linked = False
-                self._optimizer._lazy_init_hp_params_optimizer_state()
+        linkable = self.names and hasattr(self._optimizer, "_hp_optimizer_states_linked")
+        if linkable and any(self._base_optimizer().state.values()):
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def schedule_state(self) -> dict[str, Any]:
         """What the learning-rate schedule must remember, as JSON; the same for every stage."""

@@ -1,4 +1,4 @@
-"""The exact gradient sum: the same bits whoever computed which microbatch, in any order or grouping.
+"""The exact gradient sum: the same bits whoever computed what, in any order or grouping.
 
 Every microbatch's gradient of a parameter tensor is rounded to a multiple of one power of two
 ``q = 2**(e + ceil(log2 M) - 52)``, where ``maxabs < 2**e`` over all microbatches of all holders.
