@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dtrain.config import ModelConfig
 from dtrain.data.block import Block
 from dtrain.kernels.csr import Csr, SparseRows
+from dtrain.kernels.dropout import dropout
 from dtrain.models.build import build_layers
 from dtrain.models.gcn import norm_weights
 from dtrain.models.layer import LayerContext, State
@@ -152,6 +153,17 @@ def test_randomness_comes_from_the_key_alone(
         other = run(layers, whole, state, LayerContext(12, training=True))
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage mean", "sage max", "gat"])
+def test_dropout_is_on_all_of_the_input(
+    model: str, part: tuple[Block, Tensor], features: Tensor
+) -> None:
+    layers = layers_of(model, features.shape[1], layers=1, dropout=0.5, attention_dropout=0.0)
+    ctx = LayerContext(11, training=True)
+    dropped = dropout(features, 0.5, ctx.subkey(0))
+    expected = layers[0](part[0], dropped, EVALUATE)
+    assert torch.equal(layers[0](part[0], features, ctx), expected)
 
 
 @EACH
