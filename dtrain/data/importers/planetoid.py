@@ -28,7 +28,7 @@ def read_planetoid(src: str, options: ImportOptions) -> GraphArrays:
     (Yang, Cohen and Salakhutdinov, "Revisiting semi-supervised learning with graph embeddings",
     ICML 2016.) ``options.name`` is needed where the folder holds several data sets. The split is
     the public one: train are the first ``len(y)`` nodes, val the 500 after them, test those listed.
-    Test ids that are missing from the list become isolated nodes without features and label.
+    Test ids that are missing from the list are nodes without features and label.
     Features are divided by their row's sum unless ``normalize_features`` is False.
 
     Raises:

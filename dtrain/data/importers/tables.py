@@ -196,12 +196,12 @@ def _integer_pairs(
     """Parse in compiled code, piece by piece: an edge list may have a billion lines."""
     limit = num_nodes if num_nodes is not None else np.iinfo(np.int64).max
     pieces: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-    lines_before, skip = 0, has_header
+    lines_before, skip = 0, has_header  # the header may still be to come
     for piece in _line_pieces(url):
         data = np.frombuffer(piece, dtype=np.uint8)
         capacity = int(np.count_nonzero(data == 10)) + 1
         src, dst = np.empty(capacity, dtype=np.int64), np.empty(capacity, dtype=np.int64)
-        rows, lines, start, code = _parse_pairs(
+        rows, lines, start, skip, code = _parse_pairs(
             data, ord(delimiter or " "), picked[0], picked[1], skip, limit, src, dst
         )
         if code != _OK:
@@ -216,7 +216,7 @@ def _integer_pairs(
             raise DtrainError(
                 f"edges {url}, line {lines_before + lines}: expected {expected}, got {line[:80]!r}"
             )
-        lines_before, skip = lines_before + lines, skip and rows == 0
+        lines_before += lines
         pieces.append((src[:rows], dst[:rows]))
     return IdPairs(
         np.concatenate([p[0] for p in pieces]), np.concatenate([p[1] for p in pieces]), False
@@ -247,7 +247,7 @@ def _line_pieces(url: str) -> Iterator[bytes]:
 def _parse_pairs(
     data: Any, delimiter: Any, col_a: Any, col_b: Any, skip: Any, limit: Any, src: Any, dst: Any
 ) -> Any:
-    """Returns rows parsed, lines seen, where the last line began, and an error code."""
+    """Returns rows, lines, where the last line began, whether to skip still, an error code."""
     rows, lines, pos, size = 0, 0, 0, len(data)
     blank = delimiter == 32
     if size >= 3 and data[0] == 0xEF and data[1] == 0xBB and data[2] == 0xBF:
@@ -285,18 +285,18 @@ def _parse_pairs(
                 if negative:
                     low += 1
                 if low == high:
-                    return rows, lines, start, _NOT_INTEGER if negative else _TOO_FEW
+                    return rows, lines, start, skip, _NOT_INTEGER if negative else _TOO_FEW
                 if high - low > 18:
-                    return rows, lines, start, _TOO_LARGE
+                    return rows, lines, start, skip, _TOO_LARGE
                 value = np.int64(0)
                 for i in range(low, high):
                     if data[i] < 48 or data[i] > 57:
-                        return rows, lines, start, _NOT_INTEGER
+                        return rows, lines, start, skip, _NOT_INTEGER
                     value = value * 10 + (np.int64(data[i]) - 48)
                 if negative:
-                    return rows, lines, start, _NEGATIVE
+                    return rows, lines, start, skip, _NEGATIVE
                 if value >= limit:
-                    return rows, lines, start, _OUTSIDE
+                    return rows, lines, start, skip, _OUTSIDE
                 if column == col_a:
                     src[rows] = value
                 if column == col_b:
@@ -307,9 +307,9 @@ def _parse_pairs(
                 k += 1
             column += 1
         if found < 2:
-            return rows, lines, start, _TOO_FEW
+            return rows, lines, start, skip, _TOO_FEW
         rows += 1
-    return rows, lines, 0, _OK
+    return rows, lines, 0, skip, _OK
 
 
 def read_parquet_columns(url: str, what: str, columns: Sequence[str] | None) -> Any:
