@@ -131,13 +131,13 @@ class CheckpointStore:
             return self._catalog.manifest(info).progress
 
     def names(self, info: CheckpointInfo) -> builtins.list[str]:
-        """The names of the tensors in a checkpoint.
+        """The names of a checkpoint's tensors, sorted.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the checkpoint cannot be read.
         """
         with self._store_errors("read"):
-            return [*self._catalog.metadata(info).state_dict_metadata]
+            return sorted(self._catalog.metadata(info).state_dict_metadata)
 
     def save(
         self,

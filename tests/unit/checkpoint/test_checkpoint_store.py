@@ -13,6 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileOpener
 from torch import Tensor
 
 from dtrain.checkpoint import CheckpointError, CheckpointInfo, CheckpointStore, weights_sha256
@@ -67,6 +68,7 @@ def test_round_trip_of_all_dtypes_and_shapes(url: str) -> None:
 
     expected = some_tensors(3)
     assert weights_sha256(reader.load_tensors(saved)) == weights_sha256(expected)
+    assert reader.names(saved) == sorted(expected)
     one = reader.load_tensors(saved, ["optim/layers.0.weight/step"])
     assert [*one] == ["optim/layers.0.weight/step"]
     assert one["optim/layers.0.weight/step"] == 3
@@ -175,7 +177,7 @@ def commit_forged(folder: Path, name: str, data: bytes) -> None:
     (folder / MARKER).write_text(digest_of(raw).sha256 + "\n")
 
 
-@pytest.mark.parametrize("kind", ["bomb", "not metadata", "outside", "object"])
+@pytest.mark.parametrize("kind", ["bomb", "not metadata", "outside", "unlisted", "object"])
 def test_an_evil_metadata_pickle_is_refused(tmp_path: Path, kind: str) -> None:
     store = CheckpointStore(str(tmp_path / "ck"))
     info = save(store, 1)
@@ -187,15 +189,53 @@ def test_an_evil_metadata_pickle_is_refused(tmp_path: Path, kind: str) -> None:
         metadata = torch.Size([1])
     elif kind == "outside":
         next(iter(metadata.storage_data.values())).relative_path = "../elsewhere"
+    elif kind == "unlisted":
+        next(iter(metadata.storage_data.values())).relative_path = "elsewhere"
     else:
         metadata.state_dict_metadata["model/layers.0.weight"] = {}
     commit_forged(folder, METADATA, pickle.dumps(metadata))
     assert store.newest() == info
-    with pytest.raises(
-        CheckpointError, match=r"step-00000001/\.metadata: unsafe or damaged pickle"
-    ):
+    fault = "names elsewhere, which" if kind == "unlisted" else "unsafe or damaged pickle"
+    with pytest.raises(CheckpointError, match=rf"step-00000001/\.metadata: {fault}"):
         store.load_tensors(info)
     assert not target.exists()
+
+
+def test_loading_never_unpickles_without_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(str(tmp_path))
+    info = save(store, 1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("unrestricted unpickling")
+
+    monkeypatch.setattr(pickle, "load", refuse)
+    monkeypatch.setattr(pickle, "loads", refuse)
+    assert len(store.load_tensors(info)) == len(some_tensors(1))
+
+
+def test_no_file_of_a_checkpoint_names_where_it_was_stored(tmp_path: Path) -> None:
+    info = save(CheckpointStore(str(tmp_path)), 1)
+    files = [*(tmp_path / info.name).iterdir()]
+    assert len(files) == 4
+    for file in files:
+        assert str(tmp_path).encode() not in file.read_bytes(), file.name
+
+
+def test_a_checkpoint_stops_counting_before_its_files_go(url: str) -> None:
+    save(CheckpointStore(url), 1)
+    fs, root = fsspec.core.url_to_fs(url)
+    seen: list[tuple[bool, bool]] = []
+
+    def look(point: str) -> None:
+        if point == "remove.files":
+            names = fs.ls(f"{root}/step-00000001", detail=False)
+            left = {name.rsplit("/", 1)[-1] for name in names}
+            seen.append((MARKER in left, MANIFEST in left))
+
+    save(CheckpointStore(url, look), 2, keep=1)
+    assert seen == [(False, True)]
 
 
 def test_an_evil_tensor_payload_is_refused(tmp_path: Path) -> None:
@@ -304,6 +344,31 @@ def test_a_failed_save_commits_nothing_and_the_next_one_succeeds(url: str) -> No
         assert len(fs.ls(root)) == 2, f"leftovers after a failure at {point}"
     assert save(CheckpointStore(url), 3).name == "step-00000003"
     assert first in CheckpointStore(url).list()
+
+
+@pytest.mark.parametrize(("short", "cause"), [(False, "No space left"), (True, "short write: ")])
+def test_a_disk_that_takes_no_more_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: bool, cause: str
+) -> None:
+    room = [2000]
+
+    def write(opened: LocalFileOpener, data: memoryview) -> int:
+        size = memoryview(data).nbytes
+        room[0] -= size
+        if room[0] > 0:
+            return int(opened.f.write(data))
+        if short:
+            return int(opened.f.write(memoryview(data).cast("B")[: size // 2]))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalFileOpener, "write", write)
+    with pytest.raises(CheckpointError, match=f"step 1 at .* was not saved: worker 0: {cause}"):
+        save(CheckpointStore(str(tmp_path)), 1)
+    assert [*tmp_path.iterdir()] == []
+    room[0] = 1 << 30
+    store = CheckpointStore(str(tmp_path))
+    assert store.newest() is None
+    assert save(store, 1) == store.newest()
 
 
 def test_what_json_cannot_hold_fails_the_save_cleanly(tmp_path: Path) -> None:
