@@ -190,8 +190,8 @@ def identity_digest(identity: dict[str, Any]) -> str:
 def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
     """Read and check a YAML config; ``overrides`` are ``section.field=value`` (value in YAML).
 
-    Relative local paths in ``data.store`` are taken from the working directory. ``deepspeed``
-    may be a mapping or the path of a DeepSpeed JSON file (relative to the config file).
+    Relative local paths are taken from the working directory and made absolute, so that the saved
+    configuration can be used from anywhere. ``deepspeed`` may be a mapping or the path of a DeepSpeed JSON file (relative to the config file).
 
     Raises:
         DtrainError: one line that names the field, what was expected and what came.
@@ -206,9 +206,12 @@ def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise DtrainError(f"config {file}{where}: not valid YAML; mend the file") from error
     if not isinstance(raw, dict):
-        raise DtrainError(f"config {file}: expected a mapping of sections, got {type(raw).__name__}")
+        raise DtrainError(
+            f"config {file}: expected a mapping of sections, got {type(raw).__name__}"
+        )
     for override in overrides or []:
         _apply_override(raw, override)
+    _anchor_paths(raw)
     engine = raw.get("deepspeed")
     if isinstance(engine, str):
         raw["deepspeed"] = _read_engine_file(file.parent / engine)
@@ -243,6 +246,14 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             raise DtrainError(f"--set {override}: {section} is a value, not a section")
         node = child
     node[last] = value
+
+
+def _anchor_paths(raw: dict[str, Any]) -> None:
+    for section, name in (("data", "store"), ("data", "cache_dir"), ("checkpoint", "url")):
+        node = raw.get(section)
+        path = node.get(name) if isinstance(node, dict) else None
+        if isinstance(path, str) and "://" not in path and "::" not in path:
+            node[name] = str(Path(path).expanduser().absolute())
 
 
 def _read_engine_file(path: Path) -> dict[str, Any]:
