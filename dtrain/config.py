@@ -191,7 +191,8 @@ def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None
     """Read and check a YAML config; ``overrides`` are ``section.field=value`` (value in YAML).
 
     Relative local paths are taken from the working directory and made absolute, so that the saved
-    configuration can be used from anywhere. ``deepspeed`` may be a mapping or the path of a DeepSpeed JSON file (relative to the config file).
+    configuration can be used from anywhere. ``deepspeed`` may be a mapping or the path of a
+    DeepSpeed JSON file (relative to the config file).
 
     Raises:
         DtrainError: one line that names the field, what was expected and what came.
@@ -251,7 +252,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 def _anchor_paths(raw: dict[str, Any]) -> None:
     for section, name in (("data", "store"), ("data", "cache_dir"), ("checkpoint", "url")):
         node = raw.get(section)
-        path = node.get(name) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            continue
+        path = node.get(name)
         if isinstance(path, str) and "://" not in path and "::" not in path:
             node[name] = str(Path(path).expanduser().absolute())
 

@@ -1,4 +1,4 @@
-"""The exact gradient sum does not depend on who computed what, and is at least as good as float32."""
+"""The exact gradient sum does not depend on who computed what, and errs less than float32's."""
 
 from __future__ import annotations
 

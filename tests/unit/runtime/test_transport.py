@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -109,7 +110,9 @@ def test_a_stranger_is_not_heard(pair: Pair, greeting: bytes) -> None:
     with socket.create_connection((where.host, where.port)) as stranger:
         stranger.sendall(greeting)
         stranger.settimeout(10)
-        assert stranger.recv(1) == b""
+        # Closed, or reset where more had come than was read.
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
     assert pair.faults[1].reason is None
     pair.ends[0].send(1, key(), [torch.ones(2)])
     assert len(pair.ends[1].receive(key(), 20)) == 1
