@@ -39,6 +39,10 @@ PRELOAD = (
     # The first optimizer that is built imports it, which takes longer than importing torch.
     "torch._dynamo",
     "deepspeed",
+    # Imported by the first engine, and by the first one with ZeRO: 2 s each.
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch._inductor.compile_fx",
     "dtrain.runtime.worker",
 )
 

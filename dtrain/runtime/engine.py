@@ -76,6 +76,10 @@ def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
         # Adam is Adam: DeepSpeed's own default would make it AdamW.
         decoupled = str(optimizer["type"]).lower() == "adamw"
         optimizer["params"].setdefault("adam_w_mode", decoupled)
+    if not zero_stage(out) and (out.get("bf16") or {}).get("enabled"):
+        # DeepSpeed's unsharded bfloat16 optimizer hides its float32 masters. Sharded over a group
+        # of one, the arithmetic is the same and the masters can be saved.
+        out["zero_optimization"] = {**(out.get("zero_optimization") or {}), "stage": 1}
     if zero_stage(out):
         out["zero_allow_untested_optimizer"] = True
     return out

@@ -1,0 +1,130 @@
+"""Jobs of real trainers for tests: forked from one preloaded process, in groups over loopback."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dtrain.config import Config, check_config
+from dtrain.launch.trainer import run_trainer
+from dtrain.runtime.spec import TrainerSpec
+
+JOIN_S = 120.0
+ENTRY = "dtrain.runtime.worker:trainer_main"
+
+
+class Job:
+    """One attempt of a run: its trainers, and the store they meet in."""
+
+    def __init__(self, config: Config, workers: int, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        self.processes: list[Any] = []
+        self._reports: list[Any] = []
+        for worker in range(workers):
+            reader, writer = context.Pipe(duplex=False)
+            spec = TrainerSpec(
+                config=config.model_dump(mode="json"),
+                run_dir=str(run_dir),
+                worker=worker,
+                world_size=workers,
+                local_rank=worker,
+                node="test",
+                store_host="127.0.0.1",
+                store_port=self.store.port,
+                host_store=False,
+                incarnation=uuid.uuid4().hex,
+                supervisor_pid=os.getpid(),
+                json_output=False,
+                progress=False,
+            )
+            process = context.Process(target=run_trainer, args=(ENTRY, spec, writer, None, True))
+            process.start()
+            writer.close()
+            self.processes.append(process)
+            self._reports.append(reader)
+
+    def join(self) -> list[int]:
+        """Wait for all trainers; their exit codes."""
+        end = time.monotonic() + JOIN_S
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+            assert process.exitcode is not None, "a trainer hangs"
+        return [process.exitcode for process in self.processes]
+
+    def reports(self) -> list[dict[str, str] | None]:
+        """What each trainer reported before it ended; None from one that did not."""
+        return [json.loads(r.recv_bytes()) if r.poll() else None for r in self._reports]
+
+    def signal(self, number: signal.Signals, *workers: int) -> None:
+        """Send a signal to the trainers of ``workers`` (all of them by default)."""
+        for worker in workers or range(len(self.processes)):
+            os.kill(self.processes[worker].pid, number)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_lines(self.run_dir / "metrics.jsonl")
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until ``step`` steps are committed."""
+        end = time.monotonic() + JOIN_S
+        while not any(m.get("step", 0) >= step and "loss" in m for m in self.metrics()):
+            assert time.monotonic() < end, f"step {step} was not committed in {JOIN_S} s"
+            assert any(p.is_alive() for p in self.processes), "all trainers ended early"
+            time.sleep(0.002)
+
+    def record(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.run_dir / "run.json").read_text())
+        return loaded
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+class Trainers:
+    """Starts jobs and leaves nobody behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._jobs: list[Job] = []
+
+    def start(self, raw: dict[str, Any], workers: int, run: str) -> Job:
+        job = Job(check_config(raw, "test"), workers, self.folder / run)
+        self._jobs.append(job)
+        return job
+
+    def train(self, raw: dict[str, Any], workers: int, run: str) -> dict[str, Any]:
+        """Train to the end; the run's record."""
+        job = self.start(raw, workers, run)
+        assert job.join() == [0] * workers, job.reports()
+        return job.record()
+
+    def close(self) -> None:
+        for job in self._jobs:
+            for process in job.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def merged(raw: dict[str, Any], changes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A copy of a configuration with ``section.field`` values changed."""
+    out: dict[str, Any] = json.loads(json.dumps(raw))
+    for path, value in changes:
+        *sections, last = path.split(".")
+        node = out
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return out
