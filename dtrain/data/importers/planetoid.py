@@ -56,7 +56,7 @@ def read_planetoid(src: str, options: ImportOptions) -> GraphArrays:
     if options.normalize_features is not False:
         features = normalize_rows(features)
     src_ids, dst_ids = _edges(loaded["graph"], num_nodes, f"{where}.graph")
-    val = np.arange(len(y), min(len(y) + VAL_NODES, num_nodes))
+    val = np.arange(len(y), min(len(y) + VAL_NODES, first_test))
     split = Split(np.arange(len(y)), val, np.sort(test_ids))
     if options.split_fractions:
         split = random_split(

@@ -45,20 +45,20 @@ def test_synth_then_info(tmp_path):
 
 
 def test_info_counts_by_hand(tmp_path):
-    """A directed path 0 -> 1 -> 2 and the isolated node 3; one edge joins equal labels."""
-    (tmp_path / "e.csv").write_text("0,1\n1,2\n")
-    (tmp_path / "l.csv").write_text("0,a\n1,a\n2,b\n")
+    """A directed path of five, one label unknown, one isolated node: 1 of 3 edges joins equals."""
+    (tmp_path / "e.csv").write_text("0,1\n1,2\n2,3\n3,4\n")
+    (tmp_path / "l.csv").write_text("0,a\n1,b\n2,b\n3,a\n")
     out = run("import", "edges", tmp_path / "e.csv", "--labels", tmp_path / "l.csv",
-              "--num-nodes", 4, "--directed", "--out", tmp_path / "s")  # fmt: skip
+              "--num-nodes", 6, "--directed", "--out", tmp_path / "s")  # fmt: skip
     assert "no splits" in out
     facts = json.loads(run("info", tmp_path / "s", "--json"))
     assert facts["directed"]
-    assert facts["num_edges"] == 2
+    assert facts["num_edges"] == 4
     assert facts["degree"]["isolated"] == 1
-    assert facts["homophily"] == 0.5
-    assert facts["labels"] == {"a": 2, "b": 1}
-    assert facts["unlabelled"] == 1
-    assert facts["features"]["density"] == pytest.approx(6 / 8)
+    assert facts["homophily"] == pytest.approx(1 / 3)
+    assert facts["labels"] == {"a": 2, "b": 2}
+    assert facts["unlabelled"] == 2
+    assert facts["features"]["density"] == pytest.approx(10 / 12)
 
 
 def test_import_cora_prints_the_quality_of_its_partitions(tmp_path, shared_data):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import subprocess
 
 import numpy as np
@@ -14,6 +13,41 @@ from scipy.sparse import csr_matrix
 from dtrain.data.importers import ImportOptions, import_graph
 from dtrain.data.importers.pickles import CsrMatrix, load_plain
 from dtrain.errors import DtrainError
+
+NEIGHBOURS = {0: [1, 1, 0], 1: [0, 2], 2: [1], 3: [4], 4: [3], 5: [], 6: [0], 8: [4]}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A data set of 9 nodes in the published format: 2 train, 3 test (7 is missing), 3 features."""
+    features = np.arange(27, dtype=np.float32).reshape(9, 3)
+    labels = np.eye(2, dtype=np.int32)[[0, 1, 0, 1, 0, 1, 0, 0, 1]]
+    parts = {
+        "x": csr_matrix(features[:2]), "allx": csr_matrix(features[:5]), "y": labels[:2],
+        "ally": labels[:5], "tx": csr_matrix(features[[8, 5, 6]]), "ty": labels[[8, 5, 6]],
+        "graph": NEIGHBOURS,
+    }  # fmt: skip
+    for part, content in parts.items():
+        (tmp_path / f"ind.tiny.{part}").write_bytes(pickle.dumps(content, protocol=2))
+    (tmp_path / "ind.tiny.test.index").write_text("8\n5\n6\n")
+    return tmp_path
+
+
+def test_test_rows_go_to_their_ids_and_gaps_stay_empty(tiny):
+    options = ImportOptions(normalize_features=False)
+    graph = import_graph("planetoid", str(tiny), options)
+    expected = np.arange(27).reshape(9, 3)
+    expected[7] = 0
+    np.testing.assert_array_equal(graph.features.to_dense().values, expected)
+    assert graph.labels.tolist() == [0, 1, 0, 1, 0, 1, 0, -1, 1]
+    assert [part.tolist() for part in graph.splits[0]] == [[0, 1], [2, 3, 4], [5, 6, 8]]
+    assert np.diff(graph.indptr).tolist() == [2, 2, 1, 1, 2, 0, 1, 0, 1]
+
+
+def test_an_edge_to_a_node_that_is_not_there_is_named(tiny):
+    (tiny / "ind.tiny.graph").write_bytes(pickle.dumps({0: [1], 1: [9]}))
+    with pytest.raises(DtrainError, match=r"ind.tiny.graph: edge 1 -> 9: expected nodes in \[0, 8"):
+        import_graph("planetoid", str(tiny), ImportOptions())
 
 
 def test_cora(shared_data):
@@ -63,22 +97,16 @@ def test_one_of_several_data_sets_must_be_named(shared_data):
         import_graph("planetoid", str(shared_data / "planetoid"), ImportOptions())
 
 
-def test_a_missing_file_is_named(shared_data, tmp_path):
-    for file in (shared_data / "planetoid").glob("ind.cora.*"):
-        if not file.name.endswith(".tx"):
-            shutil.copyfile(file, tmp_path / file.name)
-    with pytest.raises(DtrainError, match=r"ind.cora.tx: expected a file, found none"):
-        import_graph("planetoid", str(tmp_path), ImportOptions())
+def test_a_missing_file_is_named(tiny):
+    (tiny / "ind.tiny.tx").unlink()
+    with pytest.raises(DtrainError, match=r"ind.tiny.tx: expected a file, found none"):
+        import_graph("planetoid", str(tiny), ImportOptions())
 
 
-def test_a_damaged_index_is_named_with_its_line(shared_data, tmp_path):
-    for file in (shared_data / "planetoid").glob("ind.cora.*"):
-        shutil.copyfile(file, tmp_path / file.name)
-    index = tmp_path / "ind.cora.test.index"
-    lines = index.read_text().splitlines()
-    index.write_text("\n".join([*lines[:4], "-3", *lines[5:]]))
-    with pytest.raises(DtrainError, match=r"test.index, line 5: expected a node id .* got '-3'"):
-        import_graph("planetoid", str(tmp_path), ImportOptions())
+def test_a_damaged_index_is_named_with_its_line(tiny):
+    (tiny / "ind.tiny.test.index").write_text("8\n-3\n6\n")
+    with pytest.raises(DtrainError, match=r"test.index, line 2: expected a node id .* got '-3'"):
+        import_graph("planetoid", str(tiny), ImportOptions())
 
 
 class Calls:
@@ -101,17 +129,13 @@ class Calls:
     ],
 )
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_an_unsafe_pickle_is_refused_and_not_run(
-    shared_data, tmp_path, monkeypatch, attack, named, protocol
-):
-    for file in (shared_data / "planetoid").glob("ind.cora.*"):
-        shutil.copyfile(file, tmp_path / file.name)
-    (tmp_path / "ind.cora.graph").write_bytes(pickle.dumps({0: attack}, protocol=protocol))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DtrainError, match=rf"ind.cora.graph: unsafe pickle: .*{named}") as caught:
-        import_graph("planetoid", str(tmp_path), ImportOptions())
+def test_an_unsafe_pickle_is_refused_and_not_run(tiny, monkeypatch, attack, named, protocol):
+    (tiny / "ind.tiny.graph").write_bytes(pickle.dumps({0: attack}, protocol=protocol))
+    monkeypatch.chdir(tiny)
+    with pytest.raises(DtrainError, match=rf"ind.tiny.graph: unsafe pickle: .*{named}") as caught:
+        import_graph("planetoid", str(tiny), ImportOptions())
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "PWNED").exists()
+    assert not (tiny / "PWNED").exists()
 
 
 @pytest.mark.parametrize(
