@@ -8,7 +8,7 @@ import pytest
 from dtrain.data.csr_build import build_csr
 from dtrain.data.partition import PARTITIONERS, partition_graph, quality
 from dtrain.data.partition.quality import fill_empty
-from dtrain.data.partition.stream import BALANCE_SLACK
+from dtrain.data.partition.stream import BALANCE_SLACK, EDGE_SLACK
 from dtrain.data.synth import SynthSpec, synthesize
 from dtrain.errors import DtrainError
 
@@ -47,6 +47,13 @@ def test_edge_cut_on_planted_communities(communities, method, at_most):
     assert found.edge_cut < at_most
     if method == "random":
         assert found.edge_cut > 0.7
+
+
+def test_streaming_balances_edges_as_well():
+    """Hubs of a power law differ a hundredfold in edges."""
+    graph = synthesize(SynthSpec(20_000, avg_degree=15, features=2))
+    part = partition_graph("stream", graph.indptr, graph.indices, 8)
+    assert quality(graph.indptr, graph.indices, part, 8).edge_balance <= EDGE_SLACK + 0.01
 
 
 def test_quality_by_hand():
