@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Literal
 
-Kind = Literal["done", "user_error", "stopped", "failed", "needs_spawn"]
+Kind = Literal["done", "user_error", "stopped", "failed", "lost_peer", "needs_spawn"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Report:
     """How a trainer ended, and why, in one line.
 
     ``done``: the job is complete. ``user_error``: the input is bad. ``stopped``: it left on
-    request. ``failed``: an exception. ``needs_spawn``: it cannot work in a forked process.
+    request. ``failed``: an exception. ``lost_peer``: another worker is gone. ``needs_spawn``: it
+    cannot work in a forked process.
     A trainer that ends without a report has died, whatever its exit code.
     """
 

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 
 from dtrain.environment import (
     WorkerPlace,
@@ -204,7 +205,9 @@ def _conclude(end: _End, place: WorkerPlace, folder: RunFolder, started_s: float
             say(f"error: {reason}")
     else:
         folder.event(end.kind, worker=worker, reason=reason, exit_code=end.code)
-        if end.code == 1:
+        if end.kind == "trainer_lost_peer":
+            say(f"worker {worker}: lost a peer ({shorten(reason, 100, placeholder='...')})")
+        elif end.code == 1:
             say(f"worker {worker}: {reason}")
     return end.code
 

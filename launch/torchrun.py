@@ -8,15 +8,18 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dtrain.environment import set_variables, trainer_variables
 from dtrain.errors import DtrainError
 from dtrain.launch.request import RunRequest, add_run_arguments, check, run_request
 from dtrain.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 WORKER_MODULE = "dtrain.train"
 
@@ -32,7 +35,7 @@ def launch(arguments: Sequence[str], *, debug: bool = False) -> int:
     """
     request, torchrun = parse(arguments)
     if debug or request.debug:
-        request = RunRequest(**{**asdict(request), "debug": True})
+        request = replace(request, debug=True)
     run = check(request, _world_size(torchrun))
     if request.run_dir is None and torchrun.nnodes == "1":
         # With more nodes, each has its own clock: they fall back on the name that all derive alike.
@@ -45,10 +48,10 @@ def launch(arguments: Sequence[str], *, debug: bool = False) -> int:
     # torchrun would choose it, with a warning, and the workers would then set it anyway.
     set_variables(trainer_variables(run.config.parallel.threads_per_worker))
     started_s = time.time()
-    code = _run(torchrun, request.debug)
-    if code not in (0, 2):
-        _say_failure(code, folder, started_s)
-    return code
+    end = _run(torchrun, request.debug)
+    if end.code not in (0, 2):
+        _say_failure(end, folder, started_s)
+    return end.code
 
 
 def parse(arguments: Sequence[str]) -> tuple[RunRequest, argparse.Namespace]:
@@ -104,7 +107,15 @@ def _world_size(torchrun: argparse.Namespace) -> int | None:
     return int(nodes) * int(each) if nodes.isdigit() and each.isdigit() else None
 
 
-def _run(torchrun: argparse.Namespace, debug: bool) -> int:
+@dataclass(frozen=True)
+class _JobEnd:
+    """A job's exit code, and its cause where torchrun knows it best."""
+
+    code: int
+    cause: str | None = None
+
+
+def _run(torchrun: argparse.Namespace, debug: bool) -> _JobEnd:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
@@ -118,25 +129,34 @@ def _run(torchrun: argparse.Namespace, debug: bool) -> int:
         if debug:
             print(error, file=sys.stderr)
         codes = {failure.exitcode for failure in error.failures.values()}
-        return 2 if 2 in codes else 1
+        return _JobEnd(2 if 2 in codes else 1, _killed_supervisor(error))
     except SignalException as error:
-        return 128 + int(error.sigval)
+        name = signal.Signals(error.sigval).name
+        return _JobEnd(128 + int(error.sigval), f"the run was stopped by {name}")
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return _JobEnd(128 + signal.SIGINT, "the run was stopped by SIGINT")
     except Exception as error:
         if debug:
             raise
-        print(f"error: torchrun: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return _JobEnd(1, f"torchrun: {type(error).__name__}: {' '.join(str(error).split())}")
     finally:
         logging.disable(logging.NOTSET)
-    return 0
+    return _JobEnd(0)
 
 
-def _say_failure(code: int, folder: RunFolder, started_s: float) -> None:
+def _killed_supervisor(error: ChildFailedError) -> str | None:
+    """Who was killed, if the first to fail was: all others leave events behind."""
+    rank, failure = error.get_first_failure()
+    if failure.exitcode >= 0:
+        return None
+    name = signal.Signals(-failure.exitcode).name
+    return f"the run failed; first: the supervisor of worker {rank} was killed by {name}"
+
+
+def _say_failure(end: _JobEnd, folder: RunFolder, started_s: float) -> None:
     """One line on why, one on how to go on; what a run that is done says, its worker 0 says."""
-    print(f"error: {_cause(code, folder, started_s)}", file=sys.stderr)
     where = _short(folder.path)
+    print(f"error: {end.cause or _cause(folder, started_s)}", file=sys.stderr)
     print(
         f"run folder {where}: the same command with --run-dir {where} resumes from its newest "
         "checkpoint",
@@ -144,15 +164,10 @@ def _say_failure(code: int, folder: RunFolder, started_s: float) -> None:
     )
 
 
-def _cause(code: int, folder: RunFolder, started_s: float) -> str:
-    """The first failure in the run's events, else what the exit code says."""
-    if code > 128:
-        return f"the run was stopped by {signal.Signals(code - 128).name}"
+def _cause(folder: RunFolder, started_s: float) -> str:
+    """The first failure in the run's events that was not another worker's failure."""
     for event in folder.events():
-        if (
-            event["kind"] in ("worker_died", "worker_failed", "trainer_failed")
-            and event["time"] >= started_s
-        ):
+        if event["kind"] in ("worker_died", "trainer_failed") and event["time"] >= started_s:
             return f"the run failed; first: worker {event['worker']}, {event['reason']}"
     return "the run failed; torchrun's account is shown with --debug"
 

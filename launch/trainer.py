@@ -43,8 +43,8 @@ def run_trainer(
     except ShutdownError as error:
         _end(Report("stopped", _one_line(error)), reports, EXIT_STOPPED, show=debug)
     except PeerLostError as error:
-        # Another worker's fault: its own story is told by its supervisor.
-        _end(Report("failed", _one_line(error)), reports, 1, show=debug)
+        # The cause is another worker, whose own supervisor tells it.
+        _end(Report("lost_peer", _one_line(error)), reports, 1, show=debug)
     except Exception as error:
         reason = f"{type(error).__name__}: {_one_line(error)}"
         _end(Report("failed", reason), reports, 1, show=True)
