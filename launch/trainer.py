@@ -48,6 +48,7 @@ def run_trainer(
     except Exception as error:
         reason = f"{type(error).__name__}: {_one_line(error)}"
         _end(Report("failed", reason), reports, 1, show=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.stdout.flush()
     Report("done", "the job is complete").send(reports)
 
@@ -83,6 +84,8 @@ def _load(entry: str) -> Callable[[TrainerSpec], None]:
 
 
 def _end(report: Report, reports: Connection, code: int, *, show: bool) -> None:
+    # torchrun signals the group and the supervisor its trainer: a second one must not cut this off.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if show:
         traceback.print_exc()
     report.send(reports)
