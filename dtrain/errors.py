@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class DtrainError(ValueError):
-    """Bad input: the message is one line that names the field, what was expected, what came, and what to do."""
+    """Bad input: one line that names the field, what was expected, what came, what to do."""
 
 
 class PeerLostError(RuntimeError):
-    """A worker of this generation is gone or unreachable, so the step under way cannot be committed."""
+    """A worker of this generation is gone, so the step under way cannot be committed."""
 
 
 class ShutdownError(RuntimeError):

@@ -156,7 +156,7 @@ class RunFolder:
         return check_config(raw, str(file))
 
     def event(self, kind: str, *, worker: int, reason: str, **fields: Any) -> None:
-        """Append ``{time, worker, kind, reason, ...}`` to ``events.jsonl``; time in Unix seconds."""
+        """Append ``{time, worker, kind, reason, ...}`` to ``events.jsonl``; time in Unix s."""
         self._append("events.jsonl", self._event(kind, worker, reason, fields))
 
     def first_event(
