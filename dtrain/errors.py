@@ -13,3 +13,15 @@ class PeerLostError(RuntimeError):
 
 class ShutdownError(RuntimeError):
     """The run was told to leave (SIGTERM) and did so at a step boundary."""
+
+
+class LeftError(RuntimeError):
+    """This worker left on request at a step boundary; the job goes on without it."""
+
+
+class EvictedError(RuntimeError):
+    """The others went on without this worker; it may come back as a new incarnation."""
+
+
+class StoreLostError(RuntimeError):
+    """The job's store cannot be reached, so the workers cannot agree on another generation."""
