@@ -103,6 +103,32 @@ class CheckpointConfig(Section):
     keep: int = Field(3, ge=1, description="newest checkpoints that stay")
 
 
+class RobustConfig(Section):
+    """How faults are found and met; nothing here changes the result."""
+
+    respawns: int = Field(
+        10, ge=0, description="times that a worker's trainer is started anew in respawn_window_s"
+    )
+    respawn_window_s: float = Field(600.0, gt=0)
+    respawn_backoff_s: float = Field(
+        0.0, ge=0, description="wait before the first respawn; grows while trainers die young"
+    )
+    lease_s: float = Field(5.0, gt=0, description="silence after which a trainer counts as hung")
+    progress_s: float = Field(
+        120.0,
+        ge=0,
+        description="longest stay in one action while not waiting for others; 0: no limit",
+    )
+    wait_s: float = Field(
+        300.0, ge=0, description="how long the job waits below parallel.min_workers"
+    )
+    snapshot_every: int = Field(1, ge=1, description="steps between snapshots in peer memory")
+    recompute_check: float = Field(
+        0.0, ge=0, le=1, description="share of healthy microbatches computed twice and compared"
+    )
+    on_bad_gradient: Literal["stop", "skip"] = "stop"
+
+
 class EvalConfig(Section):
     """Evaluation while training; a last one always runs at the end."""
 
@@ -125,6 +151,7 @@ class Config(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
+    robust: RobustConfig = Field(default_factory=RobustConfig)
     deepspeed: dict[str, Any] = Field(
         default_factory=lambda: {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
     )
