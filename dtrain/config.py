@@ -7,12 +7,13 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dtrain.errors import DtrainError
+from dtrain.faults.spec import FaultSpec
 
 
 class Section(BaseModel):
@@ -155,6 +156,9 @@ class Config(Section):
     deepspeed: dict[str, Any] = Field(
         default_factory=lambda: {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
     )
+    faults: list[FaultSpec] = Field(
+        default_factory=list, description="faults to inject; they must not change the result"
+    )
 
     @model_validator(mode="after")
     def _shape(self) -> Config:
@@ -182,13 +186,19 @@ class Config(Section):
             raise ValueError(
                 f"train.weight_decay_layers: expected layers in [0, {layers - 1}], got {decay}"
             )
+        for index, fault in enumerate(self.faults):
+            if fault.step == "random" and self.train.max_steps is None:
+                raise ValueError(
+                    f"faults.{index}.step: expected a number where train.max_steps is not set, got "
+                    "random; set train.max_steps"
+                )
         return self
 
     def identity(self, dataset_fingerprint: str) -> dict[str, Any]:
         """What decides the result. Two runs with equal identities have equal weights at a step.
 
-        Workers, stages, redundancy, checkpoint and evaluation settings, ZeRO stage and the length
-        of the run are not in it and may change when a run is resumed.
+        Workers, stages, redundancy, checkpoint and evaluation settings, faults, ZeRO stage and the
+        length of the run are not in it and may change when a run is resumed.
         """
         engine = {
             k: v
@@ -317,7 +327,11 @@ def _first_problem(error: ValidationError) -> str:
 def _field_names(location: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = Config
     for part in location[:-1]:
-        annotation = model.model_fields[str(part)].annotation
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        if get_origin(annotation) is list:
+            (annotation,) = get_args(annotation)
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation

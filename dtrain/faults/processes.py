@@ -1,0 +1,150 @@
+"""The processes around a trainer, found through ``/proc``: supervisor, torchrun agent, store host.
+
+A trainer's supervisor is a child of the torchrun agent of its node; the trainer descends from the
+supervisor (through the process it was forked from).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from dtrain.errors import DtrainError
+
+_PROC = Path("/proc")
+_LISTEN = "0A"
+
+
+class NoSuchProcessError(DtrainError):
+    """The process that a fault is meant for is not here."""
+
+
+def parent_of(pid: int) -> int:
+    """The parent's process id; 0 when there is no such process."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and has not ended (a zombie has)."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in ("Z", "X")
+
+
+def started_at(pid: int) -> float:
+    """When the process started, in Unix seconds; infinity when there is none."""
+    fields = _stat(pid)
+    if not fields:
+        return float("inf")
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def ancestors_of(pid: int) -> list[int]:
+    """Parents of a process, nearest first."""
+    found = []
+    while (pid := parent_of(pid)) > 0:
+        found.append(pid)
+    return found
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Children of a process and theirs, each after its parent."""
+    children: dict[int, list[int]] = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        below = children.get(todo.pop(0), [])
+        found += below
+        todo += below
+    return found
+
+
+def agent_of(supervisor_pid: int) -> int:
+    """The torchrun agent that started a supervisor.
+
+    Raises:
+        NoSuchProcessError: the supervisor was not started by torchrun.
+    """
+    if "TORCHELASTIC_RUN_ID" not in _environment(supervisor_pid):
+        raise NoSuchProcessError(
+            f"worker's supervisor {supervisor_pid}: expected a torchrun agent as its parent, got "
+            "none; start the job with torchrun or dtrain run"
+        )
+    return parent_of(supervisor_pid)
+
+
+def store_host_of(supervisor_pid: int, trainer_pid: int) -> int:
+    """The process on this node that hosts the job's store: agent, supervisor or trainer.
+
+    Raises:
+        NoSuchProcessError: none of them does; the store lives on another node.
+    """
+    port = _environment(supervisor_pid).get("MASTER_PORT", "")
+    sockets = _listening(int(port)) if port.isdigit() else set()
+    candidates = [parent_of(supervisor_pid), supervisor_pid, trainer_pid]
+    for pid in candidates:
+        if sockets & _sockets_of(pid):
+            return pid
+    raise NoSuchProcessError(
+        f"the job's store: expected its host among processes {candidates} of this node, got none; "
+        "choose a worker of the node that hosts it (as a rule worker 0)"
+    )
+
+
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    """Signal processes in order, this one last; those that have ended are passed over."""
+    own = os.getpid()
+    for pid in [p for p in pids if p != own] + [p for p in pids if p == own]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of ``/proc/PID/stat`` from the state on."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """The variables that a process was started with; none where they cannot be read."""
+    try:
+        raw = (_PROC / str(pid) / "environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    pairs = (entry.partition("=") for entry in raw.decode(errors="replace").split("\0"))
+    return {name: value for name, eq, value in pairs if eq}
+
+
+def _listening(port: int) -> set[str]:
+    """Inodes of the sockets that listen on a TCP port in this network namespace."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (_PROC / "self" / "net" / table).read_text().splitlines()[1:]
+        except FileNotFoundError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                found.add(fields[9])
+    return found
+
+
+def _sockets_of(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for descriptor in (_PROC / str(pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = os.readlink(descriptor)
+                if target.startswith("socket:["):
+                    found.add(target[8:-1])
+    return found
