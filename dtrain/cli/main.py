@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from dtrain.cli import data
+from dtrain.cli.chaos import chaos_command
 from dtrain.cli.env import env_command
 from dtrain.cli.eval import eval_command
 from dtrain.cli.inject import inject_command
@@ -39,6 +40,7 @@ app.add_typer(data.app, name="data", help="Make and look at graph stores.")
 app.command("run", context_settings=CONTEXT, help=USAGE)(run_command)
 app.command("eval")(eval_command)
 app.command("inject")(inject_command)
+app.command("chaos")(chaos_command)
 app.command("env")(env_command)
 
 
