@@ -48,7 +48,7 @@ class Job:
                 json_output=False,
                 progress=False,
             )
-            process = context.Process(target=run_trainer, args=(ENTRY, spec, writer, None, True))
+            process = context.Process(target=run_trainer, args=(ENTRY, spec, writer, True))
             process.start()
             writer.close()
             self.processes.append(process)
