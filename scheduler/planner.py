@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush, heapreplace
 
 from dtrain.scheduler.order import order_actions
 from dtrain.scheduler.plan import Layout, Plan
@@ -89,11 +91,12 @@ def _with_standbys(
 def replan(old: Plan, workers: Sequence[int], generation: int, reason: str = "") -> Plan:
     """The plan for a changed membership that moves as little as it can.
 
-    Survivors keep the stages they hold and the microbatches they execute. A lost worker's
-    microbatches go to the stage's other holders, one by one to the holder with the least work; a
-    stage without holders goes to the worker with the least work. New workers then take over from
-    the most loaded executors until loads differ by less than one microbatch, and stages left with
-    too few holders get standbys that hold the fewest stages.
+    Workers that stay keep the stages they hold and the microbatches they execute. A lost worker's
+    microbatches go to the stage's other holders, each to the one with the least work; a stage
+    without holders goes to the worker with the least work. Then the workers with the least work
+    take over single microbatches until loads differ by one at most: of stages they hold where
+    that helps, else as further holders. Stages with too few holders get standbys that hold the
+    fewest stages, a worker that holds none becomes a standby, surplus standbys are let go.
 
     Raises:
         ValueError: there is no worker, or one is named twice.
@@ -102,94 +105,166 @@ def replan(old: Plan, workers: Sequence[int], generation: int, reason: str = "")
     if not members or len(set(members)) != len(members):
         raise ValueError(f"workers: expected distinct workers, at least one, got {list(workers)}")
     layout = old.layout
-    stages, microbatches = layout.num_stages, layout.microbatches
-    holders = [[w for w in old.holders[s] if w in members] for s in range(stages)]
-    executors = [[w if w in members else -1 for w in old.executors[s]] for s in range(stages)]
-    load = dict.fromkeys(members, 0)
-    for runs in executors:
-        for w in runs:
-            if w >= 0:
-                load[w] += 1
-    for s in range(stages):
-        if not holders[s]:
-            holders[s] = [min(members, key=lambda w: (load[w], w))]
-        for m in range(microbatches):
-            if executors[s][m] < 0:
-                heir = min(holders[s], key=lambda w: (load[w], w))
-                executors[s][m] = heir
-                load[heir] += 1
-    moved = _balance(members, holders, executors, load)
-    _fill_standbys(members, holders, layout.redundancy, load)
-    _drop_surplus(members, holders, executors, layout.redundancy)
-    fixed_holders = tuple(tuple(sorted(h)) for h in holders)
-    fixed_executors = tuple(tuple(e) for e in executors)
-    actions = order_actions(layout, members, fixed_executors)
     gone = sorted(set(old.workers) - set(members))
     new = sorted(set(members) - set(old.workers))
+    work = _Assignment(old, members)
+    work.fill_gaps()
+    moved = work.level() if gone or new else 0
+    work.fill_standbys(layout.redundancy)
+    work.drop_surplus(layout.redundancy)
+    holders = tuple(tuple(sorted(held)) for held in work.holders)
+    executors = tuple(tuple(runs) for runs in work.executors)
+    actions = order_actions(layout, members, executors)
     said = [reason] if reason else []
     said += [f"without {gone}"] if gone else []
     said += [f"with new {new}"] if new else []
     said += [f"{moved} microbatches moved to level the load"] if moved else []
     why = "; ".join(said) or "nothing changed"
-    return Plan(generation, layout, members, fixed_holders, fixed_executors, actions, why)
+    return Plan(generation, layout, members, holders, executors, actions, why)
 
 
-def _balance(
-    members: tuple[int, ...],
-    holders: list[list[int]],
-    executors: list[list[int]],
-    load: dict[int, int],
-) -> int:
-    """Move microbatches from the most to the least loaded workers; how many were moved.
+class _Assignment:
+    """Holders and executors in the making. No step costs more than n log n in the workers."""
 
-    Within a stage's holders first; a worker without any work may become a further holder.
-    """
-    moved = 0
-    while True:
-        idle = min(members, key=lambda w: (load[w], w))
-        best: tuple[int, int, int, int] | None = None
-        for s, runs in enumerate(executors):
-            joins = idle not in holders[s]
-            if joins and load[idle]:
-                # A busy worker keeps to its stages; only an idle one learns another.
-                continue
+    def __init__(self, old: Plan, members: tuple[int, ...]) -> None:
+        self.members = members
+        stay = set(members)
+        self.holders = [{w for w in held if w in stay} for held in old.holders]
+        self.executors = [list(runs) for runs in old.executors]
+        self.load = dict.fromkeys(members, 0)
+        self.mean = old.num_stages * old.layout.microbatches // len(members)
+        # The microbatches of each stage's executors, ascending: what stays and what was taken over.
+        self.own: list[dict[int, list[int]]] = [{} for _ in self.holders]
+        self.taken: list[dict[int, list[int]]] = [{} for _ in self.holders]
+        self.orphans: list[tuple[int, int]] = []
+        for s, runs in enumerate(self.executors):
             for m, w in enumerate(runs):
-                if load[w] - load[idle] >= 2:
-                    found = (-load[w], int(joins), s, m)
-                    best = found if best is None or found < best else best
-        if best is None:
-            return moved
-        _, joins_stage, s, m = best
-        if joins_stage:
-            holders[s].append(idle)
-        load[executors[s][m]] -= 1
-        load[idle] += 1
-        executors[s][m] = idle
-        moved += 1
+                if w in stay:
+                    self.own[s].setdefault(w, []).append(m)
+                    self.load[w] += 1
+                else:
+                    self.orphans.append((s, m))
+        self.counts = dict.fromkeys(members, 0)
+        for held in self.holders:
+            for w in held:
+                self.counts[w] += 1
 
+    def _hold(self, stage: int, worker: int) -> None:
+        if worker not in self.holders[stage]:
+            self.holders[stage].add(worker)
+            self.counts[worker] += 1
 
-def _fill_standbys(
-    members: tuple[int, ...], holders: list[list[int]], redundancy: int, load: dict[int, int]
-) -> None:
-    wanted = min(redundancy, len(members))
-    for held in holders:
-        while len(held) < wanted:
-            counts = {w: sum(w in h for h in holders) for w in members if w not in held}
-            held.append(min(counts, key=lambda w: (counts[w], load[w], w)))
+    def _give(self, stage: int, microbatch: int, worker: int) -> None:
+        self._hold(stage, worker)
+        self.executors[stage][microbatch] = worker
+        insort(self.taken[stage].setdefault(worker, []), microbatch)
+        self.load[worker] += 1
 
+    def _take(self, stage: int, worker: int) -> int:
+        """A microbatch of ``worker`` on ``stage``, rather one that it took over itself."""
+        self.load[worker] -= 1
+        return (self.taken[stage].get(worker) or self.own[stage][worker]).pop()
 
-def _drop_surplus(
-    members: tuple[int, ...], holders: list[list[int]], executors: list[list[int]], redundancy: int
-) -> None:
-    """Let standbys go that redundancy does not need, from the workers that hold most stages."""
-    wanted = min(redundancy, len(members))
-    for held, runs in zip(holders, executors, strict=True):
-        idle = [w for w in held if w not in runs]
-        while idle and len(held) > wanted:
-            counts = {w: sum(w in h for h in holders) for w in idle}
-            dropped = max(idle, key=lambda w: (counts[w], w))
-            # The only stage of a worker without work stays with it, as a hot standby.
-            if counts[dropped] == 1:
-                break
-            held.remove(dropped)
-            idle.remove(dropped)
+    def _executes(self, stage: int, worker: int) -> bool:
+        return bool(self.taken[stage].get(worker) or self.own[stage].get(worker))
+
+    def fill_gaps(self) -> None:
+        """Find executors for the microbatches of lost workers, and a holder for every stage."""
+        for s, held in enumerate(self.holders):
+            if not held:
+                self._hold(s, min(self.members, key=lambda w: (self.load[w], w)))
+        ranked: dict[int, list[tuple[int, int]]] = {}
+        for s, m in self.orphans:
+            if s not in ranked:
+                ranked[s] = [(self.load[w], w) for w in self.holders[s]]
+                heapify(ranked[s])
+            heap = ranked[s]
+            while heap[0][0] != self.load[heap[0][1]]:
+                heapreplace(heap, (self.load[heap[0][1]], heap[0][1]))
+            self._give(s, m, heap[0][1])
+
+    def level(self) -> int:
+        """Move microbatches until loads differ by one at most; how many were moved.
+
+        Nobody gives below the mean, so the number moved is at most the work above it.
+        """
+        light = [(load, w) for w, load in self.load.items()]
+        heapify(light)
+        heavy = [
+            [(-self.load[w], w) for w in {**self.own[s], **self.taken[s]}]
+            for s in range(len(self.holders))
+        ]
+        for heap in heavy:
+            heapify(heap)
+        moved = 0
+        while True:
+            load, taker = light[0]
+            if load != self.load[taker]:
+                heapreplace(light, (self.load[taker], taker))
+                continue
+            found = self._giver(taker, heavy)
+            if found is None:
+                return moved
+            stage, giver = found
+            self._give(stage, self._take(stage, giver), taker)
+            heappush(light, (self.load[giver], giver))
+            moved += 1
+
+    def _giver(self, taker: int, heavy: list[list[tuple[int, int]]]) -> tuple[int, int] | None:
+        """The stage and executor from which ``taker`` should take a microbatch, if any."""
+        best: tuple[bool, bool, int, int, int, int] | None = None
+        least = max(self.load[taker] + 2, self.mean + 1)
+        for s, heap in enumerate(heavy):
+            while heap:
+                load, w = heap[0]
+                if not self._executes(s, w):
+                    heappop(heap)
+                elif load != -self.load[w]:
+                    heapreplace(heap, (-self.load[w], w))
+                else:
+                    break
+            if heap and -heap[0][0] >= least:
+                load, w = heap[0]
+                held, taken = self.holders[s], bool(self.taken[s].get(w))
+                # Rather no further holder, and rather what has just been taken over than what
+                # its executor has long had.
+                found = (taker not in held, not taken, load, len(held), s, w)
+                best = found if best is None else min(best, found)
+        return (best[4], best[5]) if best is not None else None
+
+    def fill_standbys(self, redundancy: int) -> None:
+        """Bring every stage to its holders, and every worker to a stage."""
+        wanted = min(redundancy, len(self.members))
+        if any(len(held) < wanted for held in self.holders):
+            fewest = [(self.counts[w], self.load[w], w) for w in self.members]
+            heapify(fewest)
+            for s in sorted(range(len(self.holders)), key=lambda s: (len(self.holders[s]), s)):
+                self._add_standbys(s, wanted, fewest)
+        for w in self.members:
+            if not self.counts[w]:
+                self._hold(
+                    min(range(len(self.holders)), key=lambda s: (len(self.holders[s]), s)), w
+                )
+
+    def _add_standbys(self, stage: int, wanted: int, fewest: list[tuple[int, int, int]]) -> None:
+        passed = []
+        while len(self.holders[stage]) < wanted:
+            _, load, w = heappop(fewest)
+            self._hold(stage, w)
+            passed.append((self.counts[w], load, w))
+        for entry in passed:
+            heappush(fewest, entry)
+
+    def drop_surplus(self, redundancy: int) -> None:
+        """Let standbys go that redundancy does not need, from the workers that hold most stages."""
+        wanted = min(redundancy, len(self.members))
+        for held, runs in zip(self.holders, self.executors, strict=True):
+            if len(held) <= wanted:
+                continue
+            # The only stage of a worker stays with it, as a hot standby.
+            idle = [w for w in held - set(runs) if self.counts[w] > 1]
+            idle.sort(key=lambda w: (self.counts[w], w))
+            while idle and len(held) > wanted:
+                dropped = idle.pop()
+                held.remove(dropped)
+                self.counts[dropped] -= 1

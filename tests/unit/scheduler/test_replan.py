@@ -1,0 +1,159 @@
+"""Replanning: little is moved, the load is level, and what results is a plan like any other."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.scheduler import Action, Layout, Plan, even_cuts, make_plan, replan
+
+layouts = st.builds(
+    lambda layers, stages, microbatches, redundancy, schedule: Layout(
+        even_cuts(layers, min(stages, layers)), microbatches, redundancy, schedule
+    ),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from(["1f1b", "gpipe"]),
+)
+memberships = st.lists(st.sets(st.integers(0, 11), min_size=1), min_size=2, max_size=6)
+
+
+def load_of(plan: Plan) -> dict[int, int]:
+    """How many (stage, microbatch) each worker executes."""
+    counted = Counter(w for runs in plan.executors for w in runs)
+    return {w: counted[w] for w in plan.workers}
+
+
+def check(plan: Plan, workers: set[int]) -> None:
+    """What holds of every plan."""
+    assert set(plan.workers) == workers == set(plan.actions)
+    for stage, runs in enumerate(plan.executors):
+        held = plan.holders[stage]
+        assert len(runs) == plan.layout.microbatches
+        assert set(runs) <= set(held) <= workers
+        assert list(held) == sorted(set(held))
+        assert len(held) >= min(plan.layout.redundancy, len(workers))
+    assert all(plan.stages_held(w) for w in workers)
+    done: set[Action] = set()
+    left = {w: list(actions) for w, actions in plan.actions.items()}
+    progressed = True
+    while progressed:
+        progressed = False
+        for worker, actions in left.items():
+            while actions and _ready(actions[0], done, plan.num_stages):
+                assert plan.executors[actions[0].stage][actions[0].microbatch] == worker
+                done.add(actions.pop(0))
+                progressed = True
+    assert not any(left.values()), f"deadlock; left: {left}"
+    assert len(done) == 2 * plan.num_stages * plan.layout.microbatches
+
+
+def _ready(action: Action, done: set[Action], stages: int) -> bool:
+    kind, stage, m = action
+    if kind == "F":
+        return stage == 0 or Action("F", stage - 1, m) in done
+    return Action("F" if stage == stages - 1 else "B", min(stage + 1, stages - 1), m) in done
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts, memberships)
+def test_any_sequence_of_memberships_gives_level_executable_plans(
+    layout: Layout, sequence: list[set[int]]
+) -> None:
+    plan = make_plan(layout, sorted(sequence[0]), 1)
+    for number, workers in enumerate(sequence[1:], start=2):
+        old, plan = plan, replan(plan, sorted(workers), number)
+        assert plan.generation == number
+        check(plan, workers)
+        if workers != set(old.workers):
+            load = load_of(plan)
+            assert max(load.values()) - min(load.values()) <= 1
+        assert replan(old, sorted(workers, reverse=True), number) == plan
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts, memberships)
+def test_no_more_is_moved_than_must_be(layout: Layout, sequence: list[set[int]]) -> None:
+    plan = make_plan(layout, sorted(sequence[0]), 1)
+    for number, workers in enumerate(sequence[1:], start=2):
+        old, plan = plan, replan(plan, sorted(workers), number)
+        pairs = [(s, m) for s in range(plan.num_stages) for m in range(layout.microbatches)]
+        orphans = {p for p in pairs if old.executors[p[0]][p[1]] not in workers}
+        moved = {
+            p for p in pairs if old.executors[p[0]][p[1]] != plan.executors[p[0]][p[1]]
+        } - orphans
+        # Only what lies above the mean is moved, counting what the lost left to each.
+        mean = len(pairs) // len(workers)
+        before = load_of(old)
+        surplus = sum(max(0, before.get(w, 0) - mean) for w in workers)
+        assert len(moved) <= surplus + len(orphans)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts, st.sets(st.integers(0, 11), min_size=1))
+def test_an_unchanged_membership_changes_nothing(layout: Layout, workers: set[int]) -> None:
+    old = make_plan(layout, sorted(workers), 1)
+    plan = replan(old, sorted(workers), 2)
+    assert (plan.executors, plan.actions) == (old.executors, old.actions)
+    assert plan.holders == tuple(tuple(sorted(h)) for h in old.holders)
+    assert plan.reason == "nothing changed"
+
+
+def test_a_lost_workers_work_goes_to_its_stage_first_and_the_rest_is_levelled() -> None:
+    old = make_plan(Layout(even_cuts(4, 4), 16), range(16), 1)
+    plan = replan(old, [w for w in range(16) if w != 5], 2)
+    load = load_of(plan)
+    # 64 on 15 workers: five at most, where stage 1 alone would have left six on one.
+    assert sorted(load.values()) == [4] * 11 + [5] * 4
+    heirs = {plan.executors[1][m] for m in range(16) if old.executors[1][m] == 5}
+    assert len(heirs & {4, 6, 7}) == 3
+    others = [(s, m) for s in (0, 2, 3) for m in range(16)]
+    assert all(plan.executors[s][m] == old.executors[s][m] for s, m in others)
+
+
+def test_a_worker_that_comes_back_learns_one_stage_and_takes_its_share() -> None:
+    first = make_plan(Layout(even_cuts(4, 4), 16), range(16), 1)
+    second = replan(first, [w for w in range(16) if w != 5], 2)
+    third = replan(second, range(16), 3)
+    assert set(load_of(third).values()) == {4}
+    assert len(third.stages_held(5)) <= 2
+    assert all(len(held) <= 5 for held in third.holders)
+
+
+def test_standbys_beyond_redundancy_are_let_go() -> None:
+    layout = Layout(even_cuts(2, 2), 4, redundancy=1)
+    alone = replan(make_plan(layout, range(4), 1), [0], 2)
+    assert alone.holders == ((0,), (0,))
+    plan = replan(alone, [0, 1, 2, 3], 3)
+    for stage, held in enumerate(plan.holders):
+        idle = set(held) - set(plan.executors[stage])
+        assert all(plan.stages_held(w) == (stage,) for w in idle)
+
+
+def test_a_worker_without_work_stands_by_somewhere() -> None:
+    plan = replan(make_plan(Layout((0, 1), 2), [0, 1], 1), [0, 1, 2], 2)
+    assert plan.holders == ((0, 1, 2),)
+    assert plan.actions[2] == ()
+
+
+@pytest.mark.parametrize("workers", [[], [1, 1]])
+def test_bad_workers_are_refused(workers: list[int]) -> None:
+    with pytest.raises(ValueError, match="workers: expected distinct"):
+        replan(make_plan(Layout((0, 1), 1), [0], 1), workers, 2)
+
+
+def test_a_large_cluster_is_replanned_with_few_moves() -> None:
+    old = make_plan(Layout(even_cuts(4, 4), 512), range(1280), 1)
+    plan = replan(old, [w for w in range(1280) if w not in (7, 600)], 2)
+    lost = sum(load for w, load in load_of(old).items() if w in (7, 600))
+    changed = sum(
+        a != b
+        for before, after in zip(old.executors, plan.executors, strict=True)
+        for a, b in zip(before, after, strict=True)
+    )
+    assert changed <= 2 * lost
