@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dtrain.checkpoint.errors import CheckpointError
-from dtrain.checkpoint.files import Files, digest_of
+from dtrain.checkpoint.files import FileDigest, Files, digest_of
 from dtrain.checkpoint.manifest import (
     MANIFEST,
     MARKER,
@@ -19,7 +20,10 @@ from dtrain.checkpoint.manifest import (
     marker_of,
     parse_folder,
 )
+from dtrain.checkpoint.parallel import in_parallel
 from dtrain.checkpoint.unpickle import load_metadata
+
+_READERS = min(4, os.cpu_count() or 1)
 
 
 class Catalog:
@@ -71,9 +75,23 @@ class Catalog:
                 yield f"{info.name}/{name}: expected {expected.size} bytes, found {size}"
             else:
                 sound.append(name)
-        for name in sound:
-            if self._files.digest(f"{info.name}/{name}") != manifest.files[name]:
+        read = [lambda name=name: self._read_digest(info, name) for name in sound]
+        for name, digest in zip(sound, in_parallel(read, _READERS), strict=True):
+            if digest is None:
+                yield f"{info.name}/{name}: missing"
+            elif digest != manifest.files[name]:
                 yield f"{info.name}/{name}: checksum differs"
+
+    def _read_digest(self, info: CheckpointInfo, name: str) -> FileDigest | None:
+        try:
+            return self._files.digest(f"{info.name}/{name}")
+        except FileNotFoundError:
+            return None
+
+    def is_committed(self, info: CheckpointInfo) -> bool:
+        """Whether the marker is there: pruning removes it before anything else."""
+        self._files.refresh()
+        return self._files.size(f"{info.name}/{MARKER}") is not None
 
     def manifest(self, info: CheckpointInfo) -> Manifest:
         """The manifest, checked against the marker.
@@ -103,7 +121,10 @@ class Catalog:
         """
         manifest = self.manifest(info)
         where = f"{info.name}/{METADATA}"
-        data = self._files.read(where)
+        try:
+            data = self._files.read(where)
+        except FileNotFoundError:
+            raise CheckpointError(f"{where}: missing") from None
         if manifest.files.get(METADATA) != digest_of(data):
             raise CheckpointError(f"{where}: checksum differs")
         try:

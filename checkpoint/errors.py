@@ -8,3 +8,7 @@ class CheckpointError(RuntimeError):
 
     The message is one line without credentials. Training may go on after a failed save.
     """
+
+
+class CheckpointGoneError(CheckpointError):
+    """The checkpoint was pruned while it was read; a newer one is there to be read instead."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
+from torch.distributed.checkpoint.utils import _create_file_view
 
+from dtrain.checkpoint.retry import Retry
 from dtrain.checkpoint.urls import open_filesystem, redact
 
-_BLOCK_BYTES = 1 << 20
+# Large enough that hashing and reading, which free the interpreter, are nearly all of the work.
+_BLOCK_BYTES = 4 << 20
 
 # On these, folders are only prefixes of names, and makedirs would try to create the bucket.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"})
@@ -78,12 +82,19 @@ class HashingStream:
 class Files:
     """The files under one URL. Paths are relative to it, with ``/`` between folders.
 
-    Errors of the store come through as they are. ``on_point`` is called before each effect
-    with a name such as ``file.flush``; tests and fault injection stop the process there.
+    Calls that a transient error of the store broke are made again, as ``retry`` says; the last
+    error comes through as it is. ``on_point`` is called before each effect with a name such as
+    ``file.flush``; tests and fault injection stop the process there.
     """
 
-    def __init__(self, url: str, on_point: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        on_point: Callable[[str], None] | None = None,
+        retry: Retry | None = None,
+    ) -> None:
         self.fs, self.root = open_filesystem(url)
+        self.retry = retry or Retry()
         self.shown = redact(url)
         self.local = isinstance(self.fs, LocalFileSystem)
         protocols = self.fs.protocol
@@ -107,29 +118,28 @@ class Files:
     def make_folder(self, name: str = "") -> None:
         """Create a folder and its parents, where the store has folders."""
         if self._has_folders:
-            self.fs.makedirs(self.path(name), exist_ok=True)
+            self.retry.run(lambda: self.fs.makedirs(self.path(name), exist_ok=True))
         if self.local:
             self.sync_folder("" if name else "..")
 
     def folders(self) -> list[str]:
         """Names of the folders under the root; none where the root does not exist."""
-        try:
-            entries = self.fs.ls(self.root, detail=True)
-        except FileNotFoundError:
-            return []
         return [
             str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
-            for entry in entries
+            for entry in self._entries("")
             if entry["type"] == "directory"
         ]
 
     def names(self, folder: str) -> list[str]:
         """Names of the files in a folder; none where it does not exist."""
+        entries = self._entries(folder)
+        return [str(e["name"]).rsplit("/", 1)[-1] for e in entries if e["type"] == "file"]
+
+    def _entries(self, folder: str) -> list[dict[str, Any]]:
         try:
-            entries = self.fs.ls(self.path(folder), detail=True)
+            return list(self.retry.run(lambda: self.fs.ls(self.path(folder), detail=True)))
         except FileNotFoundError:
             return []
-        return [str(e["name"]).rsplit("/", 1)[-1] for e in entries if e["type"] == "file"]
 
     def size(self, name: str) -> int | None:
         """Size in bytes, or None where there is no such file.
@@ -138,22 +148,48 @@ class Files:
         and pruning by that would delete a good checkpoint.
         """
         try:
-            return int(self.fs.info(self.path(name))["size"])
+            return int(self.retry.run(lambda: self.fs.info(self.path(name)))["size"])
         except FileNotFoundError:
             return None
 
     def read(self, name: str) -> bytes:
         """The whole content."""
-        return bytes(self.fs.cat_file(self.path(name)))
+        return bytes(self.retry.run(lambda: self.fs.cat_file(self.path(name))))
+
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """The bytes [begin, end) of a file; fewer where it ends before."""
+        return bytes(
+            self.retry.run(lambda: self.fs.cat_file(self.path(name), start=begin, end=end))
+        )
+
+    @contextmanager
+    def open_range(self, name: str, begin: int, end: int) -> Iterator[Any]:
+        """A seekable stream of the bytes [begin, end) of a file."""
+        if self.local:
+            with open(self.path(name), "rb") as stream:
+                yield _create_file_view(stream, begin, end - begin)
+        else:
+            yield io.BytesIO(self.read_range(name, begin, end))
 
     def digest(self, name: str) -> FileDigest:
-        """Read a file in blocks of 1 MiB and hash it."""
+        """Read a file in blocks and hash it."""
         sha, size = hashlib.sha256(), 0
-        with self.fs.open(self.path(name), "rb") as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                sha.update(block)
-                size += len(block)
+        for block in self._blocks(name):
+            sha.update(block)
+            size += len(block)
         return FileDigest(size, sha.hexdigest())
+
+    def _blocks(self, name: str) -> Iterator[memoryview]:
+        if not self.local:
+            size = int(self.retry.run(lambda: self.fs.info(self.path(name)))["size"])
+            for begin in range(0, size, _BLOCK_BYTES):
+                end = min(begin + _BLOCK_BYTES, size)
+                yield memoryview(self.read_range(name, begin, end))
+            return
+        buffer = memoryview(bytearray(_BLOCK_BYTES))
+        with open(self.path(name), "rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                yield buffer[:count]
 
     @contextmanager
     def create(self, path: str) -> Iterator[HashingStream]:
@@ -177,9 +213,13 @@ class Files:
 
     def write(self, name: str, data: bytes) -> FileDigest:
         """Write a small file durably."""
-        with self.create(self.path(name)) as stream:
-            stream.write(data)
-        return stream.digest()
+
+        def attempt() -> FileDigest:
+            with self.create(self.path(name)) as stream:
+                stream.write(data)
+            return stream.digest()
+
+        return self.retry.run(attempt)
 
     def write_whole(self, name: str, data: bytes) -> None:
         """Write a small file durably, so that it is there with all its content or not at all.
@@ -210,14 +250,15 @@ class Files:
     def remove(self, name: str) -> None:
         """Remove a file; one that is not there is fine."""
         try:
-            self.fs.rm_file(self.path(name))
+            self.retry.run(lambda: self.fs.rm_file(self.path(name)))
         except FileNotFoundError:
             return
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder with all it holds; one that is not there is fine."""
+        self.refresh()
         try:
-            self.fs.rm(self.path(name), recursive=True)
+            self.retry.run(lambda: self.fs.rm(self.path(name), recursive=True))
         except FileNotFoundError:
             return
 

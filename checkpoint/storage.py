@@ -1,52 +1,59 @@
-"""torch.distributed.checkpoint on durable files: its writer, reader and planners as dtrain uses
-them."""
+"""DCP's file format on durable files: writing a worker's share of a save, and reading by ranges."""
 
 from __future__ import annotations
 
+import contextvars
 import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import (
     FileSystem,
     FsspecReader,
     FsspecWriter,
 )
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StoragePrefix
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    _StorageInfo,
+    _StoragePrefix,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dtrain.checkpoint.errors import CheckpointError
-from dtrain.checkpoint.files import FileDigest, Files, digest_of
-from dtrain.checkpoint.manifest import METADATA
-from dtrain.checkpoint.urls import reason
+from dtrain.checkpoint.files import FileDigest, Files
+from dtrain.checkpoint.parallel import in_parallel
+from dtrain.checkpoint.plan import planner_of
 
+# A second file, and with it a second thread, pays for a share of at least this size.
+_BYTES_PER_FILE = 16 << 20
+_FILES = 2
+_READERS_LOCAL = min(4, os.cpu_count() or 1)
+_READERS_REMOTE = 8
+# Neighbouring tensors are fetched in one request up to this size.
+_RANGE_BYTES = 16 << 20
 
-@dataclass
-class _Target(_StoragePrefix):
-    """Where a worker writes: chosen by the coordinator, sent to all with DCP's plan."""
-
-    folder: str = ""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _WrittenFile:
-    """A file that a worker wrote; travels to the coordinator among DCP's write results."""
+class Entry:
+    """Where a tensor lies: ``length`` bytes from ``offset`` of a file of the checkpoint."""
 
     name: str
-    digest: FileDigest
+    file: str
+    offset: int
+    length: int
 
 
 class DurableFileSystem(FileSystem):
@@ -77,147 +84,172 @@ class DurableFileSystem(FileSystem):
         self.written[full.rsplit("/", 1)[-1]] = stream.digest()
 
 
-class Writer(FsspecWriter):
-    """Writes one data file for each worker that has something to write.
+def write_share(
+    files: Files, folder: str, prefix: str, tensors: Mapping[str, Tensor], plan: SavePlan
+) -> tuple[list[Entry], dict[str, FileDigest]]:
+    """Write what ``plan`` gives this worker; a worker with nothing to write makes no file.
 
-    The coordinator picks the folder once all workers are there (``choose``), and commits once
-    all have written (``commit``); both run inside DCP's own two rounds, so a save costs no
-    further message. Errors become :class:`CheckpointError` with the worker's name: the original
-    ones of storage libraries do not all survive the pickling between workers, and then hang the
-    others.
+    A large share goes to two files, written and hashed in two threads. Files that a transient
+    error of the store broke are written anew.
 
     Args:
         files: the store.
-        worker: how messages name this worker.
-        choose: called on the coordinator; returns the folder to write to, empty.
-        commit: called on the coordinator with the folder and the digests of all its files.
-        token: makes the names of the files of this save its own, so that a writer left over
-            from an older save of the step cannot write into them.
+        folder: where to, relative to the store.
+        prefix: how the files' names begin; no other writer uses it.
+        tensors: CPU tensors by name, which nobody changes meanwhile.
+        plan: of DCP.
     """
+    if not plan.items:
+        return [], {}
+    files.make_folder(folder)
+    shares = _split(plan, tensors)
 
-    def __init__(
-        self,
-        files: Files,
-        worker: str,
-        choose: Callable[[], str],
-        commit: Callable[[str, dict[str, FileDigest]], None],
-        token: str,
-    ) -> None:
-        super().__init__(files.root, sync_files=False)
-        self._durable = DurableFileSystem(files)
-        self.fs = self._durable  # type: ignore[assignment]
-        self.folder = ""
-        self._files = files
-        self._worker = worker
-        self._choose = choose
-        self._commit = commit
-        self._token = token
+    def write(number: int) -> tuple[list[Entry], dict[str, FileDigest]]:
+        return files.retry.run(
+            lambda: _write_file(files, folder, f"{prefix}{number}_", tensors, shares[number])
+        )
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing is touched before the coordinator has chosen the folder."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: choose the folder and tell each worker its file's name."""
-        with self._plain_errors():
-            folder = self._choose()
-        return [
-            replace(plan, storage_data=_Target(f"__{i}_{self._token}_", folder))
-            for i, plan in enumerate(plans)
-        ]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this worker's tensors; a worker with none writes no file."""
-        self.folder = plan.storage_data.folder
-        self.path = self._files.path(self.folder)
-        with self._plain_errors():
-            results: list[WriteResult] = []
-            if plan.items:
-                self._files.at("data.write")
-                self._files.make_folder(self.folder)
-                results = super().write_data(plan, planner).wait()
-                self._files.at("data.written")
-        for name, digest in self._durable.written.items():
-            results.append(
-                WriteResult(MetadataIndex(name), digest.size, _WrittenFile(name, digest))
-            )
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: write ``.metadata``, check that all files are there, commit."""
-        digests: dict[str, FileDigest] = {}
-        stored = {}
-        for result in (r for results_of_worker in results for r in results_of_worker):
-            if isinstance(result.storage_data, _WrittenFile):
-                digests[result.storage_data.name] = result.storage_data.digest
-            else:
-                stored[result.index] = result.storage_data
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = stored
-        metadata.storage_meta = self.storage_meta()
-        data = pickle.dumps(metadata)
-        with self._plain_errors():
-            self._files.at("metadata.write")
-            self._files.make_folder(self.folder)
-            self._files.write(f"{self.folder}/{METADATA}", data)
-            digests[METADATA] = digest_of(data)
-            self._commit(self.folder, digests)
-
-    def storage_meta(self) -> StorageMeta:
-        """Without the URL, which may hold credentials."""
-        return StorageMeta(checkpoint_id=self.folder, save_id=self.save_id)
-
-    @contextmanager
-    def _plain_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            raise CheckpointError(f"{self._worker}: {error}") from None
-        except Exception as error:
-            raise CheckpointError(f"{self._worker}: {reason(error)}") from None
+    parts = in_parallel([lambda n=n: write(n) for n in range(len(shares))], _FILES)  # type: ignore[misc]
+    entries = [entry for part, _ in parts for entry in part]
+    digests = {name: digest for _, part in parts for name, digest in part.items()}
+    return entries, digests
 
 
-class SaveTensors(DefaultSavePlanner):
-    """Plans a flat dict of tensors; a name that several workers hold is written by one of them,
-    each taking an even share of the bytes."""
+def _split(plan: SavePlan, tensors: Mapping[str, Tensor]) -> list[SavePlan]:
+    """The plan, or two of about the same size where it is large."""
+    size = {item.index.fqn: tensors[item.index.fqn].nbytes for item in plan.items}
+    count = max(1, min(_FILES, sum(size.values()) // _BYTES_PER_FILE, len(plan.items)))
+    shares: list[list[Any]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for item in sorted(plan.items, key=lambda item: -size[item.index.fqn]):
+        smallest = filled.index(min(filled))
+        shares[smallest].append(item)
+        filled[smallest] += size[item.index.fqn]
+    return [replace(plan, items=items) for items in shares]
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As DCP's, after a check that holders agree on what a tensor is.
+def _write_file(
+    files: Files, folder: str, prefix: str, tensors: Mapping[str, Tensor], plan: SavePlan
+) -> tuple[list[Entry], dict[str, FileDigest]]:
+    # Nothing is copied ahead: the tensors are on the CPU already.
+    writer = FsspecWriter(files.root, sync_files=False, per_thread_copy_ahead=0)
+    stream = DurableFileSystem(files)
+    writer.fs = stream  # type: ignore[assignment]
+    writer.path = files.path(folder)
+    located = replace(plan, storage_data=_StoragePrefix(prefix))
+    planner = planner_of(tensors)
+    results = _without_crc32(lambda: writer.write_data(located, planner).wait())
+    entries = [
+        Entry(r.index.fqn, r.storage_data.relative_path, r.storage_data.offset, r.size_in_bytes)
+        for r in results
+    ]
+    return entries, stream.written
 
-        Raises:
-            CheckpointError: two workers hold one name with different shapes or dtypes.
-        """
-        seen: dict[str, tuple[Any, Any]] = {}
-        for item in (item for plan in all_plans for item in plan.items):
-            data = item.tensor_data
-            if data is None:
-                raise CheckpointError(f"{item.index.fqn}: expected a tensor")
-            form = (data.properties.dtype, tuple(data.size))
-            if seen.setdefault(item.index.fqn, form) != form:
-                raise CheckpointError(
-                    f"{item.index.fqn}: workers disagree on it: {seen[item.index.fqn]} and {form}"
-                )
-        return super().create_global_plan(all_plans)
+
+def _without_crc32(function: Callable[[], T]) -> T:
+    """Call ``function`` while torch leaves the CRC-32 out of archives, which it never checks; the
+    SHA-256 of the file stands in.
+
+    Newer versions of torch keep the setting by context; where it is one of the whole process, it
+    is left as it was.
+    """
+    before = torch.serialization.get_crc32_options()
+    context = contextvars.copy_context()
+    context.run(torch.serialization.set_crc32_options, False)
+    if torch.serialization.get_crc32_options() != before:
+        torch.serialization.set_crc32_options(before)
+    return context.run(function)
+
+
+def dump_metadata(metadata: Metadata, entries: Sequence[Entry], folder: str) -> bytes:
+    """DCP's ``.metadata`` of a save, without the store's URL, which may hold credentials.
+
+    Raises:
+        CheckpointError: a tensor of the plan was not written, or one was that is in no plan.
+    """
+    tensors = metadata.state_dict_metadata
+    missing = sorted({*tensors} ^ {entry.name for entry in entries})
+    if missing or len(entries) != len(tensors):
+        raise CheckpointError(f"workers planned differently: {missing[:1]}")
+    metadata.version = CURRENT_DCP_VERSION
+    metadata.storage_meta = StorageMeta(checkpoint_id=folder)
+    metadata.storage_data = {
+        MetadataIndex(entry.name, _origin(tensors[entry.name]), 0): _StorageInfo(
+            entry.file, entry.offset, entry.length
+        )
+        for entry in entries
+    }
+    return pickle.dumps(metadata)
+
+
+def _origin(form: Any) -> torch.Size:
+    return torch.Size([0] * len(form.size))
 
 
 class Reader(FsspecReader):
-    """Reads from a checkpoint whose metadata was read and checked before."""
+    """Reads from a checkpoint whose metadata was read and checked before, in several threads."""
 
     def __init__(self, files: Files, folder: str, metadata: Metadata) -> None:
         super().__init__(files.root)
         self.fs = DurableFileSystem(files)  # type: ignore[assignment]
         self.path = files.path(folder)
+        self._files = files
+        self._folder = folder
         self._metadata = metadata
 
     # The keyword arguments are not called kwargs: by that name DCP decides to try a second file.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """The metadata given; the stock reader would unpickle the file without limits."""
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fetch the ranges that the plan needs, and no others."""
+        ranges = self._ranges(plan.items)
+        threads = _READERS_LOCAL if self._files.local else _READERS_REMOTE
+        in_parallel([lambda r=r: self._read(r, planner) for r in ranges], threads)  # type: ignore[misc]
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _ranges(self, items: Sequence[ReadItem]) -> list[list[ReadItem]]:
+        """The items by file and offset; in one list those that one request fetches."""
+        ranges: list[list[ReadItem]] = []
+        begin, end, file = 0, 0, ""
+        for item in sorted(items, key=self._place):
+            name, offset, length = self._place(item)
+            if name == file and offset == end and offset + length - begin <= _RANGE_BYTES:
+                ranges[-1].append(item)
+            else:
+                ranges.append([item])
+                begin, file = offset, name
+            end = offset + length
+        return ranges
+
+    def _place(self, item: ReadItem) -> tuple[str, int, int]:
+        where = self.storage_data[item.storage_index]
+        return where.relative_path, where.offset, where.length
+
+    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        file, begin, _ = self._place(items[0])
+        end = sum(self._place(items[-1])[1:])
+        with self._files.open_range(f"{self._folder}/{file}", begin, end) as stream:
+            for item in items:
+                _, offset, length = self._place(item)
+                view = self._slice_file(stream, _StorageInfo(file, offset - begin, length))
+                _fill(item, view, planner)
+
+
+def _fill(item: ReadItem, stream: Any, planner: LoadPlanner) -> None:
+    saved = cast(Tensor, torch.load(stream, map_location="cpu", weights_only=True))
+    wanted = zip(item.storage_offsets, item.lengths, strict=True)
+    piece = saved[tuple(slice(offset, offset + length) for offset, length in wanted)]
+    target = planner.resolve_tensor(item).detach()
+    if target.size() != piece.size():
+        raise CheckpointError(
+            f"{item.dest_index.fqn}: expected {[*target.size()]}, found {[*piece.size()]}"
+        )
+    target.copy_(piece)
+    planner.commit_tensor(item, target)
 
 
 class LoadTensors(DefaultLoadPlanner):
@@ -235,38 +267,13 @@ class LoadTensors(DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn}: expected a tensor, got an object")
 
 
-def save_tensors(
-    tensors: dict[str, Tensor],
-    writer: Writer,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-) -> None:
-    """DCP's save of a flat dict of tensors.
-
-    Raises:
-        CheckpointException: of DCP (a BaseException), on every worker, with each worker's failure.
-        RuntimeError: the process group broke.
-    """
-    if not no_dist:
-        save(tensors, storage_writer=writer, planner=SaveTensors(), process_group=process_group)
-        return
-    with _no_dist_is_meant():
-        save(tensors, storage_writer=writer, planner=SaveTensors(), no_dist=True)
-
-
 def fill_tensors(tensors: dict[str, Tensor], reader: Reader) -> None:
     """DCP's load into the given tensors, without collectives.
 
     Raises:
         CheckpointException: of DCP (a BaseException).
     """
-    with _no_dist_is_meant():
-        load(tensors, storage_reader=reader, planner=LoadTensors(), no_dist=True)
-
-
-@contextmanager
-def _no_dist_is_meant() -> Iterator[None]:
-    """DCP warns each time that it works without a process group; here that is the purpose."""
     with warnings.catch_warnings():
+        # DCP warns each time that it works without a process group; here that is the purpose.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        load(tensors, storage_reader=reader, planner=LoadTensors(), no_dist=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from dtrain.checkpoint.manifest import (
     Manifest,
     marker_of,
 )
+from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.urls import reason
 
 _log = logging.getLogger("dtrain.checkpoint")
@@ -31,9 +32,17 @@ class Transaction:
     """
 
     def __init__(
-        self, files: Files, catalog: Catalog, step: int, progress: Mapping[str, Any]
+        self,
+        files: Files,
+        catalog: Catalog,
+        step: int,
+        progress: Mapping[str, Any],
+        fence: Callable[[], None],
     ) -> None:
+        """``fence`` raises where the group of workers that saves has ended meanwhile: a worker
+        that was stopped and wakes up must not commit what others have taken over."""
         self.info: CheckpointInfo | None = None
+        self._fence = fence
         self._files = files
         self._catalog = catalog
         self._step = step
@@ -63,13 +72,16 @@ class Transaction:
         name = self.info.name
         manifest = Manifest(self._step, digests, self._progress, torch.__version__).dump()
         self._check_arrived(folder, digests)
+        self._fence()
         self._files.at("manifest.write")
         self._files.write(f"{folder}/{MANIFEST}", manifest)
         self._files.sync_folder(folder)
         if folder != name:
             self._files.at("rename")
+            self._fence()
             self._files.rename(folder, name)
         self._files.at("marker.write")
+        self._fence()
         self._files.write_whole(f"{name}/{MARKER}", marker_of(manifest))
         self._files.at("committed")
 
@@ -96,18 +108,32 @@ class Transaction:
                 raise CheckpointError(f"{folder}/{name}: {size} of {digest.size} bytes arrived")
 
 
-def prune(files: Files, catalog: Catalog, keep: int, valid: CheckpointInfo) -> None:
-    """Keep the newest ``keep`` steps and ``valid``, the newest checkpoint known to be intact.
+def prune(
+    files: Files,
+    catalog: Catalog,
+    retention: Retention,
+    valid: CheckpointInfo,
+    *,
+    dry_run: bool = False,
+) -> list[str]:
+    """Remove all checkpoints but those of ``retention`` and ``valid``, the newest checkpoint that
+    is known to be intact; returns the folders' names, oldest first.
 
     Of a step saved more than once the last attempt counts. Unfinished saves older than ``valid``
     go too: behind it no save can be under way.
     """
     scan = catalog.scan()
     latest = {info.step: info for info, _, committed in scan if committed}
-    kept = {latest[step] for step in sorted(latest)[-keep:]} | {valid}
-    for info, folder, committed in scan:
-        if (committed and info not in kept) or (not committed and info < valid):
+    kept = {latest[step] for step in retention.kept(latest)} | {valid}
+    doomed = [
+        folder
+        for info, folder, committed in scan
+        if (committed and info not in kept) or (not committed and info < valid)
+    ]
+    if not dry_run:
+        for folder in doomed:
             remove_checkpoint(files, folder)
+    return doomed
 
 
 def remove_checkpoint(files: Files, folder: str) -> None:

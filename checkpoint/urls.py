@@ -12,6 +12,7 @@ from dtrain.errors import DtrainError
 # With a colon before the first slash, a password may hold slashes: take all up to the last "@".
 _USERINFO = re.compile(r"(?<=://)(?:[^/\s'\"]*:[^\s'\"]*|[^/\s'\"]*)@")
 _QUERY = re.compile(r"(://[^?#\s'\"]*)[?#][^\s'\"]*")
+_PASSWORD = re.compile(r"://[^/@]*:[^@]*@")
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}
 
@@ -36,11 +37,17 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     Nothing is connected to or created. Credentials come from the environment alone.
 
     Raises:
-        DtrainError: the protocol is unknown or its library is not installed.
+        DtrainError: the protocol is unknown, its library is not installed, or a password is in
+            the URL.
     """
     shown = redact(url)
     if not url.strip():
         raise DtrainError("checkpoint.url: expected a path or an fsspec URL, got an empty text")
+    if _PASSWORD.search(url):
+        raise DtrainError(
+            f"checkpoint.url: expected no password in {shown}, got one; give credentials in the "
+            "environment"
+        )
     protocol = url.split("://", 1)[0].split("::")[-1] if "://" in url else "file"
     try:
         fs, path = url_to_fs(url)

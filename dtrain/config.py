@@ -6,14 +6,19 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dtrain.deepspeed_options import check_deepspeed
 from dtrain.errors import DtrainError
 from dtrain.faults.spec import FaultSpec
+
+BUILT_IN_MODELS = ("gcn", "sage", "gat")
+_CREDENTIALS = re.compile(r"://[^/@]*:[^@]*@")
 
 
 class Section(BaseModel):
@@ -45,6 +50,23 @@ class ModelConfig(Section):
     norm: Literal["none", "layer"] = "none"
     residual: bool = False
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _name(self) -> ModelConfig:
+        module, _, attribute = self.name.partition(":")
+        if self.name not in BUILT_IN_MODELS and not (module and attribute):
+            near = difflib.get_close_matches(self.name, BUILT_IN_MODELS, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"name: expected {', '.join(BUILT_IN_MODELS)} or module:attribute, "
+                f"got {self.name!r}{hint}"
+            )
+        if self.name in BUILT_IN_MODELS and self.options:
+            raise ValueError(
+                f"options: {self.name} takes none, got {sorted(self.options)}; they are for a "
+                "model given as module:attribute"
+            )
+        return self
 
 
 class SamplerConfig(Section):
@@ -102,6 +124,22 @@ class CheckpointConfig(Section):
     url: str | None = Field(None, description="fsspec URL; none: RUN_DIR/checkpoints")
     every_steps: int = Field(0, ge=0, description="0: at the end only")
     keep: int = Field(3, ge=1, description="newest checkpoints that stay")
+    keep_every: int | None = Field(
+        None, ge=1, description="checkpoints of steps that are multiples of it stay for good"
+    )
+    async_save: bool = Field(True, description="save in the background while training goes on")
+    strict: bool = Field(
+        False, description="a damaged newest checkpoint stops the run; else the next older is taken"
+    )
+
+    @model_validator(mode="after")
+    def _no_credentials(self) -> CheckpointConfig:
+        # The configuration is saved with the run and with each checkpoint.
+        if self.url is not None and _CREDENTIALS.search(self.url):
+            raise ValueError(
+                "url: expected no password in it, got one; give credentials in the environment"
+            )
+        return self
 
 
 class RobustConfig(Section):
@@ -159,6 +197,11 @@ class Config(Section):
     faults: list[FaultSpec] = Field(
         default_factory=list, description="faults to inject; they must not change the result"
     )
+
+    @model_validator(mode="after")
+    def _engine(self) -> Config:
+        check_deepspeed(self.deepspeed)
+        return self
 
     @model_validator(mode="after")
     def _shape(self) -> Config:
@@ -239,6 +282,8 @@ def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None
         raw = yaml.safe_load(file.read_text())
     except OSError as error:
         raise DtrainError(f"config {file}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise DtrainError(f"config {file}: expected text in UTF-8; is it a YAML file?") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -247,12 +292,12 @@ def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None
         raise DtrainError(
             f"config {file}: expected a mapping of sections, got {type(raw).__name__}"
         )
+    _read_engine_file(raw, file.parent)
     for override in overrides or []:
         _apply_override(raw, override)
+    # An override may have named a file: that one lies where the user stands.
+    _read_engine_file(raw, Path())
     _anchor_paths(raw)
-    engine = raw.get("deepspeed")
-    if isinstance(engine, str):
-        raw["deepspeed"] = _read_engine_file(file.parent / engine)
     return check_config(raw, str(file))
 
 
@@ -296,7 +341,12 @@ def _anchor_paths(raw: dict[str, Any]) -> None:
             node[name] = str(Path(path).expanduser().absolute())
 
 
-def _read_engine_file(path: Path) -> dict[str, Any]:
+def _read_engine_file(raw: dict[str, Any], folder: Path) -> None:
+    """Put the DeepSpeed JSON file that ``deepspeed`` names in its place."""
+    name = raw.get("deepspeed")
+    if not isinstance(name, str):
+        return
+    path = folder / Path(name).expanduser()
     try:
         loaded = json.loads(path.read_text())
     except OSError as error:
@@ -305,7 +355,7 @@ def _read_engine_file(path: Path) -> dict[str, Any]:
         raise DtrainError(f"deepspeed: {path}, line {error.lineno}: not valid JSON") from error
     if not isinstance(loaded, dict):
         raise DtrainError(f"deepspeed: {path}: expected a JSON object")
-    return loaded
+    raw["deepspeed"] = loaded
 
 
 def _first_problem(error: ValidationError) -> str:

