@@ -2,8 +2,8 @@
 
 The exact gradient sum is computed outside and is the same on every holder. It enters DeepSpeed
 through a surrogate loss ``sum(p * g)`` with constant ``g``, whose gradient is ``g`` to the bit.
-With ZeRO the lowest holder contributes ``g`` and the others zeros, to a *sum* over the holders: adding
-zeros is exact, so every shard receives ``g``.
+With ZeRO the lowest holder contributes ``g`` and the others zeros, to a *sum* over the holders:
+adding zeros is exact, so every shard receives ``g``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from dtrain.scheduler import Layout, even_cuts
 class Job:
     """The run as a pure function of its configuration: graph, microbatches, model, layout.
 
-    ``layers`` hold their initial weights; ``total_steps`` is where the run ends; ``identity`` is
+    ``layers`` tell names and shapes; ``total_steps`` is where the run ends; ``identity`` is
     what decides its result.
     """
 
@@ -33,6 +33,11 @@ class Job:
     total_steps: int
     identity: dict[str, Any]
     device: torch.device
+
+    def fresh_layers(self) -> list[nn.Module]:
+        """The model's layers anew, with their initial weights."""
+        meta, config = self.store.meta, self.config
+        return build_layers(config.model, meta.num_features, meta.num_classes, config.seed)
 
     def parameter_names(self, layer_range: range | None = None) -> list[str]:
         """Trainable parameters as ``layers.{i}.{name}``, in the model's order."""
