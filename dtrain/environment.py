@@ -27,7 +27,7 @@ class WorkerPlace:
 
     ``host_store``: the worker must host the TCPStore itself, since no torchrun agent does.
     ``restart``: how often torchrun has restarted the workers of this node (for messages only; the
-    nodes need not agree on it).
+    nodes need not agree on it). ``run_id``: torchrun's name for the job.
     """
 
     worker: int
@@ -37,6 +37,7 @@ class WorkerPlace:
     store_port: int
     host_store: bool
     restart: int
+    run_id: str = ""
 
 
 def worker_place(environ: Mapping[str, str] = os.environ) -> WorkerPlace:
@@ -57,7 +58,23 @@ def worker_place(environ: Mapping[str, str] = os.environ) -> WorkerPlace:
         store_port=_whole_number(environ, "MASTER_PORT"),
         host_store=rank == 0 and not agent_store,
         restart=_whole_number(environ, "TORCHELASTIC_RESTART_COUNT", default="0"),
+        run_id=_present(environ, "TORCHELASTIC_RUN_ID", default=""),
     )
+
+
+def place_variables(place: WorkerPlace, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The whole environment of a supervisor that is to stand at ``place``, as torchrun would
+    give it; the store is never hosted by its trainer."""
+    return dict(environ) | {
+        "RANK": str(place.worker),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "MASTER_ADDR": place.store_host,
+        "MASTER_PORT": str(place.store_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(place.restart),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+    }
 
 
 def grace_s(environ: Mapping[str, str] = os.environ) -> float:

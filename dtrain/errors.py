@@ -25,3 +25,7 @@ class EvictedError(RuntimeError):
 
 class StoreLostError(RuntimeError):
     """The job's store cannot be reached, so the workers cannot agree on another generation."""
+
+
+class CannotGoOnError(RuntimeError):
+    """The workers that are left cannot go on with the run; a restart from a checkpoint may."""

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
-import multiprocessing.util
 import os
 import signal
 from collections.abc import Sequence
@@ -17,9 +16,19 @@ from typing import Literal
 from dtrain.launch.report import Report
 from dtrain.launch.signals import STOP_SIGNALS, StopSignals
 from dtrain.launch.trainer import run_trainer
+from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.spec import TrainerSpec
 
 StartMethod = Literal["forkserver", "spawn"]
+
+_KILL_S = 30.0
+"""A killed process ends at once unless the kernel is busy on its behalf, with a dead disk, say."""
+
+_FORK_SERVER_GONE = 255
+"""Multiprocessing's exit code for a process whose fork server died."""
+
+_TELL_S = 5.0
+"""Longer than the process that trainers are forked from needs to pass on an exit code."""
 
 
 class PreloadError(RuntimeError):
@@ -27,12 +36,16 @@ class PreloadError(RuntimeError):
 
 
 class TrainerProcess:
-    """One running trainer: its process, and the pipe that its report comes by."""
+    """One running trainer: its process, and the pipe that its report comes by.
+
+    ``lingers``: it was killed but the kernel has not ended it yet; none of its code runs again.
+    """
 
     def __init__(self, process: BaseProcess, reports: Connection) -> None:
         self._process = process
         self._reports: Connection | None = reports
         self.report: Report | None = None
+        self.lingers = False
         self.pid: int = process.pid or 0
         # The trainer is the fork server's child and not ours: the descriptor names this very
         # process even when the fork server is gone or the pid is used again.
@@ -46,6 +59,7 @@ class TrainerProcess:
         cls,
         entry: str,
         spec: TrainerSpec,
+        heartbeat: Heartbeat,
         *,
         method: StartMethod,
         preload: Sequence[str],
@@ -58,13 +72,11 @@ class TrainerProcess:
         Raises:
             PreloadError: that process ended (its own message is on stderr).
         """
-        scratch = None
         if method == "forkserver":
             _ensure_fork_server(preload)
-            scratch = multiprocessing.util.get_temp_dir()
         receive, send = multiprocessing.Pipe(duplex=False)
         process = _new_process(
-            method, f"trainer-{spec.worker}", (entry, spec, send, scratch, debug)
+            method, f"trainer-{spec.worker}", (entry, spec, send, debug, heartbeat)
         )
         try:
             process.start()
@@ -82,11 +94,14 @@ class TrainerProcess:
 
         Returns which came (the end before the others), ``"time"`` after ``timeout_s`` seconds.
         """
-        sources: list[Connection | int] = [self._process.sentinel, signals.fileno()]
+        if self._handle is None:
+            return "ended"
+        # The process itself and not its sentinel, which also fires when the fork server dies.
+        sources: list[Connection | int] = [self._handle, signals.fileno()]
         if self._reports is not None:
             sources.append(self._reports)
         ready = wait(sources, timeout_s)
-        if self._process.sentinel in ready:
+        if self._handle in ready:
             return "ended"
         if signals.fileno() in ready:
             return "signal"
@@ -101,26 +116,29 @@ class TrainerProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
 
-    def finish(self) -> int:
-        """After ``wait`` returned ``"ended"``: take the last report, free everything.
+    def finish(self) -> int | None:
+        """Kill the trainer if it still runs, take its last report, free everything.
 
-        Returns the exit code, negative for a signal.
+        Returns the exit code, negative for a signal; None where nobody can tell, because the fork
+        server is gone or the kernel has not let go of the process yet.
         """
-        # The sentinel also fires when the fork server dies, which leaves the trainer running.
         self.signal(signal.SIGKILL)
         if self._handle is not None:
-            wait([self._handle])
+            wait([self._handle], _KILL_S)
             os.close(self._handle)
             self._handle = None
-        self._process.join()
+        self._process.join(_TELL_S)
         code = self._process.exitcode
         while self._reports is not None and self._reports.poll(0):
             self._receive()
         if self._reports is not None:
             self._reports.close()
             self._reports = None
+        if code is None:
+            self.lingers = True
+            return None
         self._process.close()
-        return -int(signal.SIGKILL) if code is None else code
+        return None if code == _FORK_SERVER_GONE else code
 
     def _receive(self) -> None:
         assert self._reports is not None

@@ -7,16 +7,29 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Literal
 
-Kind = Literal["done", "user_error", "stopped", "failed", "lost_peer", "needs_spawn"]
+Kind = Literal[
+    "done",
+    "user_error",
+    "stopped",
+    "left",
+    "failed",
+    "lost_peer",
+    "evicted",
+    "store_lost",
+    "cannot_go_on",
+    "needs_spawn",
+]
 
 
 @dataclass(frozen=True)
 class Report:
     """How a trainer ended, and why, in one line.
 
-    ``done``: the job is complete. ``user_error``: the input is bad. ``stopped``: it left on
-    request. ``failed``: an exception. ``lost_peer``: another worker is gone. ``needs_spawn``: it
-    cannot work in a forked process.
+    ``done``: the job is complete. ``user_error``: the input is bad. ``stopped``: the whole job left
+    on request. ``left``: this worker left on request, the job goes on. ``failed``: an exception.
+    ``lost_peer``: another worker is gone. ``evicted``: the others went on without it.
+    ``store_lost``: the job's store is gone. ``cannot_go_on``: too few workers, or no state left.
+    ``needs_spawn``: it cannot work in a forked process.
     A trainer that ends without a report has died, whatever its exit code.
     """
 

@@ -1,9 +1,11 @@
-"""The supervisor of one worker: starts its trainer, watches it, and ends with its verdict.
+"""The supervisor of one worker: starts its trainer, watches it, starts it anew when it dies.
 
-It imports no torch and opens no device, so that nothing that breaks a trainer can break it. Exit
-codes: 0 the job is done, 2 the user's input is bad, 128 + signal when told to stop, 1 otherwise;
-torchrun answers 1 with a restart of all workers (``--max-restarts``), which resume from the newest
-checkpoint.
+It imports no torch and opens no device, so that nothing that breaks a trainer can break it. Plain
+torchrun kills every worker as soon as one exits non-zero, so a supervisor exits only when the job
+is done, cannot go on in place, or was told to stop. Exit codes: 0 the job is done, or goes on
+without this worker, which was told to leave; 2 the user's input is bad; 128 + signal the job was
+told to stop; 1 the job cannot go on in place, and torchrun may restart it (``--max-restarts``) from
+the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import shorten
+from typing import Any
 
 from dtrain.environment import (
     WorkerPlace,
@@ -26,10 +29,17 @@ from dtrain.environment import (
     worker_place,
 )
 from dtrain.errors import DtrainError
+from dtrain.launch.completion import Completion
+from dtrain.launch.jobfile import JobFile
+from dtrain.launch.lease import Lease
+from dtrain.launch.life import Hang, Life, LifeEnd
 from dtrain.launch.process import PreloadError, StartMethod, TrainerProcess
 from dtrain.launch.request import CheckedRun, RunRequest, check
+from dtrain.launch.respawn import GiveUp, RespawnPolicy
+from dtrain.launch.scratch import ScratchFolder
 from dtrain.launch.signals import StopSignals
 from dtrain.runfolder import RunFolder
+from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.spec import TrainerSpec
 
 TRAINER = "dtrain.runtime.worker:trainer_main"
@@ -53,7 +63,7 @@ _QUIET_S = 5.0
 
 @dataclass(frozen=True)
 class _End:
-    """How one trainer ended: exit code for the supervisor, and the event that says why."""
+    """How a supervisor ends: its exit code, and the event that says why."""
 
     code: int
     kind: str
@@ -63,10 +73,11 @@ class _End:
 def supervise(
     request: RunRequest, *, entry: str = TRAINER, preload: Sequence[str] = PRELOAD
 ) -> int:
-    """Check the request, run one trainer to its end, and return the exit code for this process.
+    """Check the request, keep one trainer running, and return the exit code for this process.
 
-    ``entry``: the trainer as ``module:function``, called with a :class:`TrainerSpec`.
-    ``preload``: modules imported before the trainer is forked.
+    ``entry``: the trainer as ``module:function``, called with a :class:`TrainerSpec` and, if it
+    takes two arguments, a :class:`Heartbeat`. ``preload``: modules imported before the trainer is
+    forked.
     """
     started_s = time.time()
     with StopSignals() as signals:
@@ -78,8 +89,17 @@ def supervise(
         except DtrainError as error:
             return _refuse(error, signals)
         set_variables(trainer_variables(run.config.parallel.threads_per_worker))
+        if place.worker == 0:
+            _tell_address(folder, place)
         supervisor = _Supervisor(run, folder, place, wait_s, signals)
-        return _conclude(supervisor.run(entry, preload), place, folder, started_s)
+        with ScratchFolder():
+            end = supervisor.run(entry, preload)
+            code = _conclude(end, place, folder, started_s)
+            if supervisor.lingering:
+                # Multiprocessing would wait for it, for as long as a dead disk is dead, say.
+                sys.stderr.flush()
+                os._exit(code)
+        return code
 
 
 class _Supervisor:
@@ -96,78 +116,157 @@ class _Supervisor:
         self._place = place
         self._wait_s = wait_s
         self._signals = signals
+        self._completion = Completion(folder)
+        self._policy = RespawnPolicy(run.config.robust)
+        self._method: StartMethod = "forkserver"
         self._stop: signal.Signals | None = None
+        self._life = 0
+        self._incarnation = ""
+        self.lingering = False
 
     def run(self, entry: str, preload: Sequence[str]) -> _End:
-        """Run one trainer; a second one, spawned, only where a forked one cannot use its device."""
-        end = self._run_trainer(entry, preload, "forkserver")
-        if end.kind == "trainer_needs_spawn" and self._stop is None:
-            self._event("start_method", f"{end.reason}: starting it by spawn, which is slower")
-            say(f"worker {self._place.worker}: {end.reason}; starting it by spawn, which is slower")
-            end = self._run_trainer(entry, preload, "spawn")
-        return end
+        """Run one trainer after the other until the job is done or cannot go on in place."""
+        while True:
+            try:
+                end = self._live(entry, preload)
+            except PreloadError as error:
+                if self._life == 1:
+                    return _End(1, "worker_died", str(error))
+                verdict = self._next_life("worker_died", str(error), 0.0, failure=str(error))
+            else:
+                verdict = self._after(end)
+            if verdict is not None:
+                return verdict
 
-    def _run_trainer(self, entry: str, preload: Sequence[str], method: StartMethod) -> _End:
-        spec = self._spec()
-        try:
-            trainer = TrainerProcess.start(
-                entry, spec, method=method, preload=preload, debug=self._run.request.debug
-            )
-        except PreloadError as error:
-            return _End(1, "worker_died", str(error))
+    def _live(self, entry: str, preload: Sequence[str]) -> LifeEnd:
+        self._life += 1
+        robust = self._run.config.robust
+        spec, heartbeat = self._spec(), Heartbeat()
+        trainer = TrainerProcess.start(
+            entry,
+            spec,
+            heartbeat,
+            method=self._method,
+            preload=preload,
+            debug=self._run.request.debug,
+        )
         self._event(
             "trainer_started",
-            f"{method} by its supervisor, restart {self._place.restart}",
+            f"{self._method} by its supervisor, restart {self._place.restart}",
             node=spec.node,
             pid=trainer.pid,
             supervisor_pid=spec.supervisor_pid,
             incarnation=spec.incarnation,
             local_rank=spec.local_rank,
+            life=self._life,
         )
-        self._watch(trainer)
-        return self._verdict(trainer, trainer.finish())
+        lease = Lease(robust.lease_s, robust.progress_s, time.monotonic())
+        life = Life(
+            trainer,
+            heartbeat,
+            lease,
+            self._signals,
+            self._completion,
+            self._wait_s,
+            self._tell_hang,
+        )
+        end, self._stop = life.watch(self._stop)
+        self.lingering |= end.lingers
+        return end
 
-    def _watch(self, trainer: TrainerProcess) -> None:
-        """Wait until the trainer has ended; past its time it is killed."""
-        deadline_s: float | None = None
+    def _after(self, end: LifeEnd) -> _End | None:
+        """The supervisor's own end after that of its trainer; None when another one is to live."""
+        report, reason = end.report, end.reason
+        kind = report.kind if report is not None else None
+        if kind == "done":
+            return _End(0, "trainer_done", reason)
+        if kind == "user_error":
+            return _End(2, "user_error", reason)
+        if kind == "left":
+            return _End(0, "trainer_left", reason)
+        if self._completion.done(now=True):
+            return self._late()
+        if kind == "needs_spawn" and self._stop is None and self._method == "forkserver":
+            self._method = "spawn"
+            self._event("start_method", f"{reason}: starting it by spawn, which is slower")
+            say(f"worker {self._place.worker}: {reason}; starting it by spawn, which is slower")
+            return None
         if self._stop is not None:
-            deadline_s = self._forward_stop(trainer)
+            return self._stopped(end)
+        if kind == "stopped":
+            return _End(128 + signal.SIGTERM, "trainer_stopped", reason)
+        if kind in ("store_lost", "cannot_go_on", "needs_spawn"):
+            return _End(1, f"trainer_{kind}", reason)
+        name = "worker_died" if kind is None else f"trainer_{kind}"
+        failure = reason if kind == "failed" else None
+        return self._next_life(name, reason, end.lived_s, failure=failure, exit=end.exit_code)
+
+    def _stopped(self, end: LifeEnd) -> _End:
+        """The end of a supervisor that was told to stop, when its trainer did not say ``left``."""
+        assert self._stop is not None
+        reason = f"{self._stop.name}: {end.reason}"
+        evicted = end.report is not None and end.report.kind == "evicted"
+        # What a trainer that was started again had not yet joined goes on without it.
+        unborn = end.report is None and not end.began and self._life > 1
+        if evicted or (unborn and self._has_others):
+            return _End(0, "trainer_left", reason)
+        return _End(128 + self._stop, "trainer_stopped", reason)
+
+    def _next_life(
+        self, kind: str, reason: str, lived_s: float, *, failure: str | None, **fields: Any
+    ) -> _End | None:
+        """Book a death and wait until the next trainer may start; an end if there will be none."""
+        worker = self._place.worker
+        life = {"incarnation": self._incarnation, "life": self._life}
+        decision = self._policy.after_death(
+            time.monotonic(), lived_s, life=self._life, failure=failure
+        )
+        self._event(kind, reason, lived_s=round(lived_s, 3), **life, **fields)
+        if isinstance(decision, GiveUp):
+            return _End(1, "gave_up", f"{reason}; {decision.reason}")
+        self._event(
+            "trainer_respawn", f"{reason}; {decision.reason}", delay_s=decision.delay_s, **life
+        )
+        say(f"worker {worker}: {_short(reason)}; starting it anew ({decision.reason})")
+        return self._pause(decision.delay_s)
+
+    def _pause(self, delay_s: float) -> _End | None:
+        """Wait before a respawn; an end if the job is done or a stop signal comes meanwhile."""
+        end_s = time.monotonic() + delay_s
         while True:
-            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            what = trainer.wait(self._signals, left_s)
-            if what == "ended":
-                return
-            if what == "signal":
-                number = self._signals.take()
-                if number is not None and self._stop is None:
-                    self._stop = number
-                    deadline_s = self._forward_stop(trainer)
-            elif what == "report":
-                # It has nothing left to do but to end.
-                deadline_s = deadline_s or time.monotonic() + self._wait_s
-            else:
-                trainer.signal(signal.SIGKILL)
-                deadline_s = None
+            left_s = end_s - time.monotonic()
+            if self._signals.wait(max(0.0, min(left_s, 1.0))):
+                self._stop = self._signals.take() or self._stop
+            if self._stop is not None:
+                code = 0 if self._has_others else 128 + self._stop
+                kind = "trainer_left" if code == 0 else "trainer_stopped"
+                return _End(code, kind, f"{self._stop.name}: came between two trainers")
+            if left_s <= 0:
+                return None
+            if self._completion.done():
+                return self._late()
 
-    def _forward_stop(self, trainer: TrainerProcess) -> float:
-        trainer.signal(signal.SIGTERM)
-        return time.monotonic() + self._wait_s
+    @property
+    def _has_others(self) -> bool:
+        """Whether the job has other workers; one that joined it later has, in any case."""
+        return self._place.world_size > 1 or self._place.worker >= self._place.world_size
 
-    def _verdict(self, trainer: TrainerProcess, code: int) -> _End:
-        report = trainer.report
-        if report is not None and report.kind == "done":
-            return _End(0, "trainer_done", report.reason)
-        if report is not None and report.kind == "user_error":
-            return _End(2, "user_error", report.reason)
-        if self._stop is not None:
-            reason = report.reason if report is not None else _how_it_ended(code)
-            return _End(128 + self._stop, "trainer_stopped", f"{self._stop.name}: {reason}")
-        if report is None:
-            return _End(1, "worker_died", _how_it_ended(code))
-        return _End(1, f"trainer_{report.kind}", report.reason)
+    def _late(self) -> _End:
+        return _End(0, "trainer_done", "the others completed the job")
+
+    def _tell_hang(self, hang: Hang) -> None:
+        self._event(
+            "trainer_hung",
+            hang.reason,
+            phase=hang.sign.phase,
+            step=hang.sign.step,
+            incarnation=self._incarnation,
+            life=self._life,
+        )
 
     def _spec(self) -> TrainerSpec:
         place = self._place
+        self._incarnation = uuid.uuid4().hex
         return TrainerSpec(
             config=self._run.config.model_dump(mode="json"),
             run_dir=str(self._folder.path),
@@ -178,22 +277,29 @@ class _Supervisor:
             store_host=place.store_host,
             store_port=place.store_port,
             host_store=place.host_store,
-            incarnation=uuid.uuid4().hex,
+            incarnation=self._incarnation,
             supervisor_pid=os.getpid(),
             json_output=self._run.request.json_output,
             progress=place.worker == 0,
         )
 
-    def _event(self, kind: str, reason: str, **fields: object) -> None:
-        self._folder.event(kind, worker=self._place.worker, reason=reason, **fields)
+    def _event(self, kind: str, reason: str, **fields: Any) -> None:
+        _record(self._folder, kind, self._place.worker, reason, **fields)
 
 
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    if code == 255:
-        return "the process that it was forked from ended"
-    return f"ended with exit code {code} before the job was complete"
+def _record(folder: RunFolder, kind: str, worker: int, reason: str, **fields: Any) -> None:
+    """Append an event; a disk that takes none must not end a supervisor."""
+    try:
+        folder.event(kind, worker=worker, reason=reason, **fields)
+    except OSError as error:
+        say(f"worker {worker}: {kind} ({reason}) could not be written to the run folder: {error}")
+
+
+def _tell_address(folder: RunFolder, place: WorkerPlace) -> None:
+    try:
+        JobFile.of(place).write(folder.path)
+    except OSError as error:
+        say(f"worker {place.worker}: the job's address could not be written: {error}")
 
 
 def _conclude(end: _End, place: WorkerPlace, folder: RunFolder, started_s: float) -> int:
@@ -203,12 +309,12 @@ def _conclude(end: _End, place: WorkerPlace, folder: RunFolder, started_s: float
         # All workers meet bad input; the first one says so.
         if folder.first_event(end.kind, since=started_s, worker=worker, reason=reason):
             say(f"error: {reason}")
-    else:
-        folder.event(end.kind, worker=worker, reason=reason, exit_code=end.code)
-        if end.kind == "trainer_lost_peer":
-            say(f"worker {worker}: lost a peer ({shorten(reason, 100, placeholder='...')})")
-        elif end.code == 1:
-            say(f"worker {worker}: {reason}")
+        return end.code
+    _record(folder, end.kind, worker, reason, exit_code=end.code)
+    if end.code == 1:
+        say(f"worker {worker}: {reason}")
+    elif end.kind == "trainer_left":
+        say(f"worker {worker}: left ({_short(reason)}); the others go on")
     return end.code
 
 
@@ -230,3 +336,7 @@ def _refuse(error: DtrainError, signals: StopSignals) -> int:
 def say(line: str) -> None:
     """One line on stderr; stdout belongs to the job's result."""
     print(line, file=sys.stderr, flush=True)
+
+
+def _short(reason: str) -> str:
+    return shorten(reason, 160, placeholder="...")

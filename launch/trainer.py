@@ -2,50 +2,74 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import inspect
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
-from dtrain.errors import DtrainError, PeerLostError, ShutdownError
-from dtrain.launch.report import Report
+from dtrain.errors import (
+    CannotGoOnError,
+    DtrainError,
+    EvictedError,
+    LeftError,
+    PeerLostError,
+    ShutdownError,
+    StoreLostError,
+)
+from dtrain.launch.report import Kind, Report
 from dtrain.launch.signals import STOP_SIGNALS
+from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.spec import TrainerSpec
 
 EXIT_STOPPED = 128 + signal.SIGTERM
 
 
+# What else than a failure an exception tells, and the exit code that goes with it. For the last
+# four the cause is another worker or the store, whose own supervisor or host tells it.
+_TOLD: tuple[tuple[type[Exception], Kind, int], ...] = (
+    (DtrainError, "user_error", 2),
+    (ShutdownError, "stopped", EXIT_STOPPED),
+    (LeftError, "left", 0),
+    (PeerLostError, "lost_peer", 1),
+    (EvictedError, "evicted", 1),
+    (StoreLostError, "store_lost", 1),
+    (CannotGoOnError, "cannot_go_on", 1),
+)
+
+
 def run_trainer(
-    entry: str, spec: TrainerSpec, reports: Connection, scratch: str | None, debug: bool
+    entry: str,
+    spec: TrainerSpec,
+    reports: Connection,
+    debug: bool,
+    heartbeat: Heartbeat | None = None,
 ) -> None:
     """Run the trainer ``entry`` (``module:function``) and report how it ended.
 
-    ``scratch``: the supervisor's folder of sockets, removed should the supervisor be killed.
+    ``entry`` is called as ``entry(spec, heartbeat)`` if it takes two arguments, else as
+    ``entry(spec)``. ``heartbeat``: beats from here on.
     The exit code is 0, 1, 2 (user error) or 143 (stopped); what counts is the report.
     """
     _take_signals()
-    threading.Thread(
-        target=_die_with_supervisor, args=(scratch,), name="supervisor-watch", daemon=True
-    ).start()
+    _die_with_supervisor()
+    if heartbeat is not None:
+        heartbeat.start()
     if forked_after_cuda():
         Report("needs_spawn", "CUDA was initialised before the trainer was forked").send(reports)
         sys.exit(1)
     try:
-        _load(entry)(spec)
-    except DtrainError as error:
-        _end(Report("user_error", _one_line(error)), reports, 2, show=debug)
-    except ShutdownError as error:
-        _end(Report("stopped", _one_line(error)), reports, EXIT_STOPPED, show=debug)
-    except PeerLostError as error:
-        # The cause is another worker, whose own supervisor tells it.
-        _end(Report("lost_peer", _one_line(error)), reports, 1, show=debug)
+        _call(_load(entry), spec, heartbeat)
     except Exception as error:
+        for kind, told, code in _TOLD:
+            if isinstance(error, kind):
+                _end(Report(told, _one_line(error)), reports, code, show=debug)
         reason = f"{type(error).__name__}: {_one_line(error)}"
         _end(Report("failed", reason), reports, 1, show=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -66,28 +90,43 @@ def _take_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _die_with_supervisor(scratch: str | None) -> None:
-    """End this process at once when the supervisor is gone: nobody may write unsupervised."""
+def _die_with_supervisor() -> None:
+    """See to it that this process ends with its supervisor: nobody may write unsupervised.
+
+    The kernel sends SIGKILL when the supervisor's end of a pipe closes, because no thread of a
+    process that is stopped, or whose interpreter is locked, can see to it.
+    """
     supervisor = multiprocessing.parent_process()
     if supervisor is None:
         return
-    supervisor.join()
-    if scratch is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    pipe = supervisor.sentinel
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if not supervisor.is_alive():
+        # It ended before the kernel was asked.
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _load(entry: str) -> Callable[[TrainerSpec], None]:
+def _load(entry: str) -> Callable[..., None]:
     module, _, name = entry.partition(":")
-    function: Callable[[TrainerSpec], None] = getattr(importlib.import_module(module), name)
+    function: Callable[..., None] = getattr(importlib.import_module(module), name)
     return function
 
 
-def _end(report: Report, reports: Connection, code: int, *, show: bool) -> None:
+def _call(function: Callable[..., None], spec: TrainerSpec, heartbeat: Heartbeat | None) -> None:
+    if len(inspect.signature(function).parameters) > 1:
+        function(spec, heartbeat)
+    else:
+        function(spec)
+
+
+def _end(report: Report, reports: Connection, code: int, *, show: bool) -> NoReturn:
     # torchrun signals the group and the supervisor its trainer: a second one must not cut this off.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if show:
         traceback.print_exc()
+    sys.stdout.flush()
     report.send(reports)
     sys.exit(code)
 

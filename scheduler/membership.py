@@ -2,178 +2,65 @@
 
 A worker that wants to be in the next generation announces itself: at its start, after a fault, or
 at a step boundary when somebody wants to join or leave. One of the announced proposes the next
-generation; the first proposal of a number stands (the store's compare-and-set sees to that).
-Whoever is named in it by incarnation answers, and when all have answered, all enter. Whoever was
-a member and is not named has been evicted and withdraws: nothing it does afterwards counts.
+generation; the first proposal of a number stands. Whoever is named in it by incarnation answers,
+and when all have answered, all enter. Whoever was named and is named no more has been evicted and
+withdraws: nothing it does afterwards counts.
 
 The machine knows nothing of stores, sockets and clocks: it is told events and time, and returns
-instructions, each with its reason.
+instructions, each with its reason. What it is told of announcements, proposals and answers comes
+in one order that is the same for all workers (entries may be told twice, and late); losses come
+when they come, and stay: a peer that was lost once is not taken back in the same life.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from dtrain.scheduler.events import (
+    Announce,
+    Announced,
+    Announcement,
+    Answer,
+    Answered,
+    Enter,
+    Event,
+    Instruction,
+    Interrupt,
+    Lost,
+    MembershipPolicy,
+    Peer,
+    Proposal,
+    Propose,
+    Proposed,
+    Regroup,
+    Tick,
+    Withdraw,
+)
 
-@dataclass(frozen=True, order=True)
-class Peer:
-    """A worker in one of its lives: a worker that was started again is another peer."""
+__all__ = [
+    "Announce",
+    "Announced",
+    "Announcement",
+    "Answer",
+    "Answered",
+    "Enter",
+    "Event",
+    "ImpossibleTransitionError",
+    "Instruction",
+    "Interrupt",
+    "Lost",
+    "Membership",
+    "MembershipPolicy",
+    "Peer",
+    "Proposal",
+    "Propose",
+    "Proposed",
+    "Regroup",
+    "Tick",
+    "Withdraw",
+]
 
-    worker: int
-    incarnation: str
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """What a peer says of itself.
-
-    ``since``: the generation that it was last a member of, 0 for a newcomer. ``seen``: the newest
-    proposal that it knew of, by which an older announcement is told from a new one.
-    ``committed``: steps whose updates it has applied. ``pending``: it holds the reduced gradients
-    of the step after.
-    ``voted``: it saw the full vote on that step. ``stages``: stages whose state it holds at
-    ``committed``. ``snapshots``: (step, stage) of the states in its host memory. ``round``: grows
-    with each announcement of the peer. ``leaving``: it asks to be left out.
-    """
-
-    peer: Peer
-    since: int = 0
-    seen: int = 0
-    committed: int = 0
-    pending: bool = False
-    voted: bool = False
-    stages: tuple[int, ...] = ()
-    snapshots: tuple[tuple[int, int], ...] = ()
-    round: int = 0
-    leaving: bool = False
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """The membership of generation ``number``, with what each member announced."""
-
-    number: int
-    members: tuple[Announcement, ...]
-    reason: str
-
-    def peers(self) -> frozenset[Peer]:
-        """The members."""
-        return frozenset(a.peer for a in self.members)
-
-    def workers(self) -> tuple[int, ...]:
-        """The members' workers, sorted."""
-        return tuple(sorted(a.peer.worker for a in self.members))
-
-
-# Events
-
-
-@dataclass(frozen=True)
-class Announced:
-    """An announcement was seen."""
-
-    announcement: Announcement
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A peer is gone. ``certain``: its process ended; else it is only silent or unreachable."""
-
-    peer: Peer
-    reason: str
-    certain: bool
-
-
-@dataclass(frozen=True)
-class Regroup:
-    """This worker left its generation and stands at a step boundary as ``announcement`` says."""
-
-    announcement: Announcement
-    reason: str
-
-
-@dataclass(frozen=True)
-class Proposed:
-    """A proposal stands."""
-
-    proposal: Proposal
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A member answered the proposal of ``number``."""
-
-    number: int
-    peer: Peer
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = Announced | Lost | Regroup | Proposed | Answered | Tick
-
-
-# Instructions
-
-
-@dataclass(frozen=True)
-class Announce:
-    """Publish the announcement."""
-
-    announcement: Announcement
-    reason: str
-
-
-@dataclass(frozen=True)
-class Propose:
-    """Publish the proposal unless one of its number stands already."""
-
-    proposal: Proposal
-    reason: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Publish this worker's answer to the proposal of ``number``."""
-
-    number: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Enter:
-    """Everybody answered: form the generation."""
-
-    proposal: Proposal
-    reason: str
-
-
-@dataclass(frozen=True)
-class Withdraw:
-    """This peer has been evicted and must do nothing more."""
-
-    reason: str
-
-
-Instruction = Announce | Propose | Answer | Enter | Withdraw
-
-
-@dataclass(frozen=True)
-class MembershipPolicy:
-    """How long to wait for whom.
-
-    ``world_size``: workers that the job was launched with; the first generation waits for them.
-    ``min_workers``: fewest with which to work. ``gather_s``: how long newcomers without a running
-    job wait for the rest of ``world_size``. ``split_s``: how much longer the smaller side waits
-    when the other side may be alive.
-    """
-
-    world_size: int
-    min_workers: int = 1
-    gather_s: float = 300.0
-    split_s: float = 3.0
+_STORY_LENGTH = 50
 
 
 class ImpossibleTransitionError(RuntimeError):
@@ -184,22 +71,34 @@ class ImpossibleTransitionError(RuntimeError):
 class Membership:
     """One worker's view.
 
-    ``state``: ``out``, ``gathering``, ``answering``, ``member`` or ``evicted``. ``newest``: the newest proposal seen, entered or not. ``current``: the newest one entered.
-    ``named``: the newest proposal that names each peer.
+    ``state``: ``out``, ``gathering``, ``answering``, ``member`` or ``evicted``. ``known``: each
+    worker's newest announcement. ``lives``: each worker's newest life. ``newest``: the newest
+    proposal seen, entered or not. ``current``: the newest one entered. ``named``: the newest
+    proposal that names each peer. ``proposed``: the newest number that this worker proposed.
+    ``now_s``: the time of the newest step; ``since_s``: when it began to gather; ``loss_s``: when
+    it last lost somebody who may be alive.
     """
 
     me: Announcement
     policy: MembershipPolicy
     state: str = "out"
     known: dict[int, Announcement] = field(default_factory=dict)
+    lives: dict[int, Peer] = field(default_factory=dict)
     lost: dict[Peer, Lost] = field(default_factory=dict)
     current: Proposal | None = None
     newest: Proposal | None = None
     named: dict[Peer, int] = field(default_factory=dict)
     answers: set[Peer] = field(default_factory=set)
     story: list[str] = field(default_factory=list)
+    now_s: float = 0.0
     since_s: float = 0.0
-    tried: int = 0
+    loss_s: float = 0.0
+    proposed: int = 0
+    _former: frozenset[Peer] = frozenset()
+    _round_at_loss: dict[Peer, int] = field(default_factory=dict)
+    _heard_s: dict[Peer, float] = field(default_factory=dict)
+    _unsaid: str = ""
+    _echoed: bool = False
 
     def step(self, now: float, *events: Event) -> list[Instruction]:
         """Take events in and return what is to be done. ``now``: seconds on any clock.
@@ -207,11 +106,13 @@ class Membership:
         Raises:
             ImpossibleTransitionError: an event that no correct shell can send in this state.
         """
+        self.now_s = now
         out: list[Instruction] = []
         for event in events:
-            out += self._take(now, event)
+            out += self._take(event)
         if self.state == "gathering":
-            out += self._try_to_propose(now)
+            out += self._say()
+            out += self._give_up() or self._try_to_propose()
         if self.state == "answering":
             out += self._try_to_enter()
         return out
@@ -221,20 +122,35 @@ class Membership:
         """The number of the newest proposal seen; 0 before the first."""
         return self.newest.number if self.newest is not None else 0
 
-    def _take(self, now: float, event: Event) -> list[Instruction]:
-        self.story.append(f"{now:.3f} {self.state}: {type(event).__name__}")
-        del self.story[:-50]
+    def watched(self) -> frozenset[Peer]:
+        """Peers whose end or silence this worker must be told of, however it comes to know."""
+        peers = self._former | {a.peer for a in self.known.values() if not self._evicted(a.peer)}
+        ended = {p for p, lost in self.lost.items() if lost.certain}
+        return peers - ended - {self.me.peer}
+
+    def joiners(self) -> tuple[Peer, ...]:
+        """Newcomers for whom a member should ask all to regroup at the next step boundary."""
+        if self.state != "member":
+            return ()
+        return tuple(a.peer for a in self._present() if a.peer not in self._former)
+
+    # Taking events in
+
+    def _take(self, event: Event) -> list[Instruction]:
         if self.state == "evicted":
             return []
+        if not isinstance(event, Tick):
+            self.story.append(f"{self.now_s:.3f} {self.state}: {_told(event)}")
+            del self.story[:-_STORY_LENGTH]
         match event:
             case Announced(announcement):
-                self._hear(announcement)
-            case Lost(peer):
-                return self._lose(now, peer, event)
+                return self._hear(announcement)
+            case Lost():
+                return self._lose(event)
             case Regroup(announcement, reason):
-                return self._regroup(now, announcement, reason)
+                return self._regroup(announcement, reason)
             case Proposed(proposal):
-                return self._hear_proposal(now, proposal)
+                return self._hear_proposal(proposal)
             case Answered(number, peer):
                 if self.state == "answering" and number == self.number:
                     self.answers.add(peer)
@@ -242,116 +158,288 @@ class Membership:
                 pass
         return []
 
-    def _hear(self, announcement: Announcement) -> None:
-        old = self.known.get(announcement.peer.worker)
-        if old is None or old.peer == announcement.peer:
-            if old is None or announcement.round >= old.round:
-                self.known[announcement.peer.worker] = announcement
-        elif announcement.peer not in self.lost:
-            # A new life: the old one cannot be alive beside it, its supervisor saw it end.
-            self.lost.setdefault(old.peer, Lost(old.peer, "was started again", True))
-            self.known[announcement.peer.worker] = announcement
+    def _hear(self, announcement: Announcement) -> list[Instruction]:
+        peer = announcement.peer
+        if peer == self.me.peer:
+            self._echoed = True
+            return []
+        if peer in self.lost and self.lost[peer].certain:
+            return []
+        if peer.worker == self.me.peer.worker:
+            if self._echoed:
+                return self._withdraw("this worker was started again")
+            # What was announced before this life announced itself is of an older one.
+            self._lose(Lost(peer, "was started again", True))
+            return []
+        out = self._note_life(peer, newer=True)
+        old = self.known.get(peer.worker)
+        if old is not None and old.peer == peer and announcement.round <= old.round:
+            return out
+        self.known[peer.worker] = announcement
+        self._heard_s[peer] = self.now_s
+        if peer in self._former and announcement.seen >= self.number:
+            # Its announcement takes the answer to this proposal back.
+            out += self._broken(f"worker {peer.worker} left generation {self.number}")
+        return out
 
-    def _lose(self, now: float, peer: Peer, event: Lost) -> list[Instruction]:
+    def _note_life(self, peer: Peer, *, newer: bool) -> list[Instruction]:
+        """Learn of a life of a worker; ``newer``: it came after those that were heard of before.
+
+        A worker's old life cannot be alive beside its new one: its supervisor saw it end.
+        """
+        old = self.lives.setdefault(peer.worker, peer)
+        if old == peer:
+            return []
+        if newer:
+            self.lives[peer.worker] = peer
+        return self._lose(Lost(old if newer else peer, "was started again", True))
+
+    def _lose(self, event: Lost) -> list[Instruction]:
+        peer = event.peer
         if peer == self.me.peer:
             self._fail("this worker was told that it is lost itself")
-        known = self.lost.setdefault(peer, event)
-        if event.certain and not known.certain:
+        old = self.lost.get(peer)
+        if old is None or (event.certain and not old.certain):
             self.lost[peer] = event
-        if self.state == "answering" and self.newest is not None and peer in self.newest.peers():
-            return self._announce_again(now, f"worker {peer.worker} was lost: {event.reason}")
+        if not event.certain:
+            known = self.known.get(peer.worker)
+            same = known is not None and known.peer == peer
+            self._round_at_loss[peer] = known.round if known is not None and same else -1
+            if old is None:
+                self.loss_s = self.now_s
+        if old is None and peer in self._former:
+            return self._broken(f"worker {peer.worker} was lost: {event.reason}")
         return []
 
-    def _regroup(self, now: float, announcement: Announcement, reason: str) -> list[Instruction]:
+    def _broken(self, reason: str) -> list[Instruction]:
+        """The newest generation cannot go on."""
+        if self.state == "answering":
+            self._gather(reason)
+        elif self.state == "member":
+            return [Interrupt(reason)]
+        return []
+
+    def _regroup(self, announcement: Announcement, reason: str) -> list[Instruction]:
         if self.state in ("gathering", "answering"):
             self._fail("Regroup while a generation is being agreed")
         if announcement.peer != self.me.peer:
             self._fail("Regroup of another peer")
-        self.me = replace(announcement, round=self.me.round)
-        return self._announce_again(now, reason)
+        self.me = replace(announcement, round=self.me.round, unreachable=self.me.unreachable)
+        self._gather(reason)
+        return []
 
-    def _announce_again(self, now: float, reason: str) -> list[Instruction]:
-        since = self.current.number if self.current is not None else 0
-        self.me = replace(self.me, since=since, seen=self.number, round=self.me.round + 1)
-        self.known[self.me.peer.worker] = self.me
-        self.state = "gathering"
-        self.answers = set()
-        self.since_s = now
-        return [Announce(self.me, reason)]
-
-    def _hear_proposal(self, now: float, proposal: Proposal) -> list[Instruction]:
+    def _hear_proposal(self, proposal: Proposal) -> list[Instruction]:
         if proposal.number <= self.number:
             return []
+        was_named = self.me.peer in self.named
         self.newest = proposal
-        for announcement in proposal.members:
-            self._hear(announcement)
-            self.named[announcement.peer] = proposal.number
-        if self.me.peer not in proposal.peers():
-            if self.current is not None or self.state == "answering":
-                self.state = "evicted"
-                return [Withdraw(f"generation {proposal.number} goes on without this worker")]
-            # A newcomer that came too late for this one; its members will let it in.
-            return []
+        self._former = proposal.peers()
+        for member in proposal.members:
+            if member.peer != self.me.peer:
+                self._note_life(member.peer, newer=False)
+            self.named[member.peer] = proposal.number
+        self._pass_over(proposal)
+        if self.me.peer not in self._former:
+            return self._left_out(proposal, was_named=was_named)
         if self.state in ("out", "member"):
             self._fail(f"generation {proposal.number} names a worker that did not ask for it")
-        lost = sorted(p.worker for p in proposal.peers() if p in self.lost)
+        lost = sorted(p.worker for p in self._former if p in self.lost)
         if lost:
-            return self._announce_again(now, f"proposed members {lost} are lost")
+            self._gather(f"proposed members {lost} are lost")
+            return []
         self.state = "answering"
         self.answers = set()
         return [Answer(proposal.number, f"named in generation {proposal.number}")]
 
-    def _try_to_propose(self, now: float) -> list[Instruction]:
-        present = self._present()
-        if self.me.leaving or self.me not in present:
+    def _pass_over(self, proposal: Proposal) -> None:
+        """Newcomers that cannot reach a member, or that a member cannot reach, never get in."""
+        unreachable = {p for a in proposal.members for p in a.unreachable}
+        for a in self.known.values():
+            if a.peer in unreachable or not self._former.isdisjoint(a.unreachable):
+                self.named.setdefault(a.peer, proposal.number)
+
+    def _left_out(self, proposal: Proposal, *, was_named: bool) -> list[Instruction]:
+        number = proposal.number
+        if self.me.leaving and self.state == "gathering":
+            return self._withdraw(f"leaves as it asked; generation {number} goes on")
+        if was_named:
+            return self._withdraw(f"generation {number} goes on without this worker")
+        at_odds = [
+            a.peer.worker
+            for a in proposal.members
+            if self.me.peer in a.unreachable or a.peer in self.me.unreachable
+        ]
+        if self.state == "gathering" and at_odds:
+            return self._withdraw(
+                f"generation {number} goes on without this worker; no connection with {at_odds}"
+            )
+        # A newcomer that came too late for this one; its members will let it in.
+        return []
+
+    def _gather(self, reason: str) -> None:
+        self.state = "gathering"
+        self.answers = set()
+        self.since_s = self.now_s
+        self._unsaid = reason
+
+    def _say(self) -> list[Instruction]:
+        """Announce what has changed since this worker last announced itself."""
+        unreachable = tuple(
+            sorted(
+                p
+                for p, lost in self.lost.items()
+                if not lost.certain and self.lives.get(p.worker) == p and not self._evicted(p)
+            )
+        )
+        reason = self._unsaid
+        if not reason and unreachable != self.me.unreachable:
+            reason = f"cannot reach workers {[p.worker for p in unreachable]}"
+        if not reason:
             return []
-        former = self.newest.peers() if self.newest is not None else frozenset()
-        survivors = [a for a in present if a.peer in former]
-        leader = min(survivors or present, key=lambda a: a.peer.worker)
-        number = self.number + 1
-        if leader.peer != self.me.peer or number <= self.tried:
-            return []
-        reason = self._why_now(now, present, survivors)
-        if reason is None:
-            return []
-        self.tried = number
-        members = tuple(sorted(present, key=lambda a: a.peer))
-        return [Propose(Proposal(number, members, reason), reason)]
+        self._unsaid = ""
+        since = self.current.number if self.current is not None else 0
+        self.me = replace(
+            self.me, since=since, seen=self.number, round=self.me.round + 1, unreachable=unreachable
+        )
+        self.known[self.me.peer.worker] = self.me
+        self.lives[self.me.peer.worker] = self.me.peer
+        return [Announce(self.me, reason)]
+
+    def _withdraw(self, reason: str) -> list[Instruction]:
+        self.state = "evicted"
+        return [Withdraw(reason)]
+
+    # Deciding on the next generation
+
+    def _gone(self, peer: Peer) -> bool:
+        """Whether ``peer`` is certain not to take part: it ended, or it leaves."""
+        if peer in self.lost and self.lost[peer].certain:
+            return True
+        known = self.known.get(peer.worker)
+        return known is not None and known.peer == peer and known.leaving
+
+    def _evicted(self, peer: Peer) -> bool:
+        return peer in self.named and peer not in self._former
 
     def _present(self) -> list[Announcement]:
-        """Announcements that still say where their peers stand, of peers that can take part."""
-        return [
-            a
-            for a in self.known.values()
-            if a.peer not in self.lost and not a.leaving and a.seen >= self.named.get(a.peer, 0)
-        ]
+        """Announcements that still say where their peers stand, of peers that can take part.
 
-    def _why_now(
-        self, now: float, present: list[Announcement], survivors: list[Announcement]
-    ) -> str | None:
-        """The reason to propose ``present`` at this moment, or None to wait."""
-        waited = now - self.since_s
-        former = self.newest.peers() if self.newest is not None else frozenset()
+        One that was lost and yet announced itself is there for others if not for this worker, for
+        as long as it can be taken to be alive.
+        """
+        out = []
+        for a in self.known.values():
+            peer = a.peer
+            if self._gone(peer) or self._evicted(peer) or a.seen < self.named.get(peer, 0):
+                continue
+            if peer not in self._former and a.since > 0:
+                continue
+            if peer in self.lost and (
+                a.round <= self._round_at_loss[peer]
+                or self.now_s - self._heard_s[peer] > self.policy.split_s
+            ):
+                continue
+            out.append(a)
+        return out
+
+    def _chosen(self, present: list[Announcement], veterans: frozenset[Peer]) -> list[Announcement]:
+        """The largest part of ``present``, roughly, that has no two who cannot reach each other.
+
+        Newcomers give way to members, then whoever has the most that it cannot reach, then the
+        higher worker: the same choice for all who heard the same.
+        """
+        by_peer = {a.peer: a for a in present}
+        odds: dict[Peer, set[Peer]] = {}
+        for a in present:
+            for other in a.unreachable:
+                if other in by_peer:
+                    odds.setdefault(a.peer, set()).add(other)
+                    odds.setdefault(other, set()).add(a.peer)
+        while any(odds.values()):
+            out = max(
+                (p for p in odds if odds[p]),
+                key=lambda p: (p not in self._former, p not in veterans, len(odds[p]), p.worker),
+            )
+            for other in odds.pop(out):
+                odds[other].discard(out)
+            del by_peer[out]
+        return list(by_peer.values())
+
+    def _give_up(self) -> list[Instruction]:
+        """Withdraw where waiting cannot help."""
+        staying = [p for p in self._former if not self._gone(p) and p not in self.lost]
+        if self.me.leaving and not staying:
+            return self._withdraw("leaves as it asked; nobody stays")
+        newcomer = self.newest is not None and self.me.peer not in self.named
+        if newcomer and staying and self.now_s - self.since_s >= self.policy.gather_s:
+            # The members may have lost sight of this life, which they then never take in.
+            waited = f"{self.now_s - self.since_s:.0f} s"
+            return self._withdraw(f"generation {self.number} did not let it in within {waited}")
+        return []
+
+    def _try_to_propose(self) -> list[Instruction]:
+        number = self.number + 1
+        if self.me.leaving or number <= self.proposed:
+            return []
+        present = self._present()
         here = {a.peer for a in present}
-        leaving = {a.peer for a in self.known.values() if a.leaving}
-        if any(p not in here and p not in self.lost and p not in leaving for p in former):
-            return None
-        if len(present) < self.policy.min_workers:
-            return None
+        if any(p not in here and p not in self.lost and not self._gone(p) for p in self._former):
+            return []
+        veterans = self._veterans()
+        chosen = self._chosen(present, veterans)
+        survivors = [a for a in chosen if a.peer in self._former]
+        if len(chosen) < max(1, self.policy.min_workers):
+            return []
+        if self.me.peer != min(survivors or chosen, key=lambda a: a.peer.worker).peer:
+            return []
+        if self._should_wait(here, veterans, [a for a in survivors if a.peer in veterans]):
+            return []
+        reason = self._why_now(chosen, survivors)
+        if reason is None:
+            return []
+        self.proposed = number
+        members = tuple(sorted(chosen, key=lambda a: a.peer))
+        return [Propose(Proposal(number, members, reason), reason)]
+
+    def _veterans(self) -> frozenset[Peer]:
+        """Members of the newest proposal who may have state that its other members have not."""
+        if self.newest is None or self.newest is self.current:
+            return self._former
+        had = {a.peer for a in self.newest.members if a.since > 0 and (a.stages or a.snapshots)}
+        return frozenset(had) or self._former
+
+    def _should_wait(
+        self, here: set[Peer], veterans: frozenset[Peer], able: list[Announcement]
+    ) -> bool:
+        """Whether veterans that are not here may be alive and should be let go first."""
+        away = [p for p in veterans if p not in here]
+        patience_s = self.policy.split_s
+        if able:
+            # The others may be the larger side of a split network.
+            wait = sum(not self._gone(p) for p in away) >= len(able)
+        else:
+            # Nobody here has any state. Whether the job has stopped is certain where all its
+            # members have new lives; where one has ended, because a generation commits nothing
+            # without all its members, but others may be about to announce themselves; otherwise
+            # only time tells.
+            wait = any(self.lives.get(p.worker) == p for p in away)
+            if not any(self._gone(p) for p in self._former):
+                patience_s = self.policy.gather_s
+        return wait and self.now_s - max(self.since_s, self.loss_s) < patience_s
+
+    def _why_now(self, chosen: list[Announcement], survivors: list[Announcement]) -> str | None:
+        """The reason to propose ``chosen`` at this moment, or None to wait for more."""
+        waited_s = self.now_s - self.since_s
         if not survivors:
-            if len(present) >= self.policy.world_size:
-                return f"all {len(present)} workers have announced themselves"
-            if waited >= self.policy.gather_s:
-                return f"{len(present)} of {self.policy.world_size} workers came in {waited:.0f} s"
+            if len(chosen) >= self.policy.world_size:
+                return f"all {len(chosen)} workers have announced themselves"
+            if waited_s >= self.policy.gather_s:
+                return f"{len(chosen)} of {self.policy.world_size} workers came in {waited_s:.0f} s"
             return None
-        silent = [p for p in former if p in self.lost and not self.lost[p].certain]
-        if len(silent) >= len(survivors) and waited < self.policy.split_s:
-            # The others may be a larger side of a split network: let them go first.
-            return None
-        gone = sorted(p.worker for p in former - here)
-        new = sorted(a.peer.worker for a in present if a.peer not in former)
+        gone = sorted(p.worker for p in self._former - {a.peer for a in survivors})
+        new = sorted(a.peer.worker for a in chosen if a.peer not in self._former)
         return (
-            f"{len(survivors)} of {len(former)} members go on"
+            f"{len(survivors)} of {len(self._former)} members go on"
             + (f", without {gone}" if gone else "")
             + (f", with new {new}" if new else "")
         )
@@ -359,7 +447,7 @@ class Membership:
     def _try_to_enter(self) -> list[Instruction]:
         standing = self.newest
         assert standing is not None
-        if not standing.peers() <= self.answers | {self.me.peer}:
+        if not self._former <= self.answers | {self.me.peer}:
             return []
         self.state = "member"
         self.current = standing
@@ -367,3 +455,19 @@ class Membership:
 
     def _fail(self, what: str) -> None:
         raise ImpossibleTransitionError(f"{what}; story: {'; '.join(self.story)}")
+
+
+def _told(event: Event) -> str:
+    """An event in a few words, for the story."""
+    match event:
+        case Announced(a) | Regroup(a, _):
+            what = f"worker {a.peer.worker} ({a.peer.incarnation}) round {a.round} seen {a.seen}"
+        case Proposed(p):
+            what = f"generation {p.number} of {list(p.workers())}"
+        case Answered(number, peer):
+            what = f"generation {number} by worker {peer.worker}"
+        case Lost(peer, reason, certain):
+            what = f"worker {peer.worker} ({peer.incarnation}) {reason}, certain: {certain}"
+        case _:
+            what = ""
+    return f"{type(event).__name__} {what}".rstrip()

@@ -1,9 +1,9 @@
 """What a new generation goes on from: the settlement of the step that a fault interrupted.
 
-The rule (a step is a transaction): if any survivor saw the full vote on a step, every survivor
-holds its reduced gradients, so all apply it; else nobody does and it is replayed. Stages that no
-survivor holds come from the newest tier that has them: host memory of a peer, a durable
-checkpoint, the initial weights.
+The rule (a step is a transaction): if any member saw the full vote on a step, every former member
+holds its reduced gradients, so all apply it; else it is replayed. The generation goes on from the
+newest step at which every stage is to be had: from a holder, else from host memory; where no step
+has every stage, from the newest durable checkpoint or the initial weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtrain.scheduler.membership import Announcement
+from dtrain.scheduler.events import Announcement
 from dtrain.scheduler.plan import Plan
 
 
@@ -22,7 +22,9 @@ class Settlement:
     ``tier``: 0 holders, 1 peer memory, 2 durable checkpoint (or a fresh start). ``step``: committed
     steps that the generation starts with; None in tier 2, where the checkpoint says. ``apply``:
     workers that must apply their pending step first. ``sources[stage]``: the worker that has the
-    stage's state at ``step`` (tiers 0 and 1). ``replayed``: a step was begun and is discarded.
+    stage's state at ``step`` (tiers 0 and 1). ``replayed``: a step was begun and is discarded, or
+    committed ones are done again. ``witnesses``: workers that know what the vote on the applied
+    step said (its loss and norm), where ``apply`` is not empty.
     """
 
     tier: int
@@ -31,6 +33,7 @@ class Settlement:
     sources: tuple[int, ...]
     replayed: bool
     reason: str
+    witnesses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,45 +51,45 @@ def settle(members: Sequence[Announcement], num_stages: int, *, sharded: bool) -
     ``sharded``: optimizer state is split over a stage's holders (ZeRO), so that the holders that
     are left do not have it all and a snapshot must serve.
     """
-    veterans = [a for a in members if a.since > 0 and (a.stages or a.snapshots)]
-    if not veterans:
+    veterans = [a for a in members if a.since > 0]
+    if not any(a.stages or a.snapshots for a in veterans):
         return Settlement(2, None, (), (), False, "no member has any state")
-    step = max(a.committed + a.voted for a in veterans)
-    able = [a for a in veterans if a.committed == step or (a.committed == step - 1 and a.pending)]
-    apply = tuple(sorted(a.peer.worker for a in able if a.committed < step))
-    replayed = any(a.pending and a.committed == step for a in able)
-    holders = [
-        sorted(a.peer.worker for a in able if stage in a.stages) for stage in range(num_stages)
-    ]
-    if not sharded and all(holders):
-        what = f"every stage has a holder at step {step}"
-        if apply:
-            what += f"; workers {list(apply)} apply the step that was voted"
-        sources = tuple(h[0] for h in holders)
-        return Settlement(0, step, apply, sources, replayed, what)
-    why = "sharded optimizer state is incomplete without all holders"
+    newest = max(a.committed + a.voted for a in veterans)
+    steps = {step for a in veterans for step, _ in a.snapshots}
     if not sharded:
-        missing = [s for s, h in enumerate(holders) if not h]
-        why = f"no holder of stages {missing} is left"
-    return _from_snapshots(members, num_stages, step, why)
+        steps |= {a.committed for a in veterans} | {a.committed + a.voted for a in veterans}
+    for step in sorted(steps, reverse=True):
+        found = _sources(veterans, step, num_stages, sharded)
+        if found is not None:
+            return _going_on(veterans, step, newest, found, sharded)
+    reason = f"{_why_not(veterans, newest, num_stages, sharded)}, and no step has every stage"
+    return Settlement(2, None, (), (), True, f"{reason}: newest durable checkpoint")
 
 
-def _from_snapshots(
-    members: Sequence[Announcement], num_stages: int, step: int, why: str
-) -> Settlement:
-    keepers: dict[int, dict[int, list[int]]] = {}
-    for announcement in members:
-        for snapshot_step, stage in announcement.snapshots:
-            at = keepers.setdefault(snapshot_step, {})
-            at.setdefault(stage, []).append(announcement.peer.worker)
-    for snapshot_step in sorted(keepers, reverse=True):
-        found = keepers[snapshot_step]
-        if all(stage in found for stage in range(num_stages)):
-            sources = tuple(min(found[stage]) for stage in range(num_stages))
-            reason = f"{why}; snapshots of step {snapshot_step} in peer memory have every stage"
-            return Settlement(1, snapshot_step, (), sources, step > snapshot_step, reason)
-    reason = f"{why}, and no snapshot has every stage: newest durable checkpoint"
-    return Settlement(2, None, (), (), True, reason)
+def base_generation(members: Sequence[Announcement]) -> tuple[int, int] | None:
+    """The generation whose plan the next one is made from, and a worker that knows that plan.
+
+    None where no member was in any generation. All members must take the same plan, so the newest
+    generation that any of them entered counts.
+    """
+    if not any(a.since for a in members):
+        return None
+    newest = max(members, key=lambda a: (a.since, -a.peer.worker))
+    return newest.since, newest.peer.worker
+
+
+def kept(announcement: Announcement, stage: int, settlement: Settlement) -> str | None:
+    """How the announcing worker has the state of ``stage`` that ``settlement`` goes on from.
+
+    ``"held"``: it is the state of the stage that it holds, once its pending step is applied where
+    ``settlement.apply`` says so. ``"snapshot"``: it is in its host memory. None: it has it not.
+    """
+    if settlement.step is None or announcement.since == 0:
+        return None
+    applied = announcement.committed + (announcement.peer.worker in settlement.apply)
+    if stage in announcement.stages and applied == settlement.step:
+        return "held"
+    return "snapshot" if (settlement.step, stage) in announcement.snapshots else None
 
 
 def transfers(
@@ -94,24 +97,87 @@ def transfers(
 ) -> tuple[Transfer, ...]:
     """The states that must move before ``plan`` can run, in stage and then target order.
 
-    In tier 1 every holder needs the snapshot; one that has it in its own memory does not ask.
+    A holder that has the state in any way does not ask.
     """
     if settlement.tier == 2:
         return ()
     by_worker = {a.peer.worker: a for a in members}
-    out = []
-    for stage, holders in enumerate(plan.holders):
-        source = settlement.sources[stage]
-        for worker in holders:
-            if not _has(by_worker[worker], stage, settlement):
-                out.append(Transfer(stage, source, worker))
-    return tuple(out)
+    return tuple(
+        Transfer(stage, settlement.sources[stage], worker)
+        for stage, holders in enumerate(plan.holders)
+        for worker in holders
+        if kept(by_worker[worker], stage, settlement) is None
+    )
 
 
-def _has(announcement: Announcement, stage: int, settlement: Settlement) -> bool:
-    step = settlement.step
-    assert step is not None
-    if settlement.tier == 1:
-        return (step, stage) in announcement.snapshots
-    applied = announcement.committed == step or announcement.peer.worker in settlement.apply
-    return announcement.since > 0 and applied and stage in announcement.stages
+def _can_be_at(veterans: Sequence[Announcement], step: int) -> tuple[list[int], list[int]]:
+    """Workers that have ``step`` committed steps or can have, and those who know its vote."""
+    witnesses = sorted(a.peer.worker for a in veterans if a.committed + a.voted == step)
+    able = [
+        a.peer.worker
+        for a in veterans
+        if a.committed == step or (a.committed == step - 1 and a.pending and witnesses)
+    ]
+    return sorted(able), witnesses
+
+
+def _sources(
+    veterans: Sequence[Announcement], step: int, num_stages: int, sharded: bool
+) -> tuple[tuple[int, ...], bool] | None:
+    """For every stage a worker with its state at ``step``, holders before snapshots.
+
+    And whether all are holders; None if some stage is not to be had.
+    """
+    able = set(_can_be_at(veterans, step)[0]) if not sharded else set()
+    holders: dict[int, int] = {}
+    keepers: dict[int, int] = {}
+    for a in sorted(veterans, key=lambda a: -a.peer.worker):
+        if a.peer.worker in able:
+            holders |= dict.fromkeys(a.stages, a.peer.worker)
+        keepers |= {stage: a.peer.worker for at, stage in a.snapshots if at == step}
+    stages = range(num_stages)
+    if any(s not in holders and s not in keepers for s in stages):
+        return None
+    sources = tuple(holders[s] if s in holders else keepers[s] for s in stages)
+    return sources, all(s in holders for s in stages)
+
+
+def _going_on(
+    veterans: Sequence[Announcement],
+    step: int,
+    newest: int,
+    found: tuple[tuple[int, ...], bool],
+    sharded: bool,
+) -> Settlement:
+    sources, all_held = found
+    able, witnesses = _can_be_at(veterans, step) if not sharded else ([], [])
+    committed = {a.peer.worker: a.committed for a in veterans}
+    apply = tuple(w for w in able if committed[w] < step)
+    replayed = newest > step or any(a.pending and a.committed >= step for a in veterans)
+    if all_held:
+        reason = f"every stage has a holder at step {step}"
+        if newest > step:
+            reason += f", and none after it up to {newest}"
+    else:
+        why = _why_not(veterans, newest, len(sources), sharded)
+        reason = f"{why}; with snapshots in peer memory every stage is to be had at step {step}"
+    if apply:
+        reason += f"; workers {list(apply)} apply the step that was voted"
+    return Settlement(
+        0 if all_held else 1,
+        step,
+        apply,
+        sources,
+        replayed,
+        reason,
+        tuple(witnesses) if apply else (),
+    )
+
+
+def _why_not(veterans: Sequence[Announcement], newest: int, num_stages: int, sharded: bool) -> str:
+    """Why the newest step cannot simply go on with its holders."""
+    if sharded:
+        return "sharded optimizer state is incomplete without all holders"
+    able = set(_can_be_at(veterans, newest)[0])
+    held = {stage for a in veterans if a.peer.worker in able for stage in a.stages}
+    return f"no holder of stages {sorted(set(range(num_stages)) - held)} is left at step {newest}"

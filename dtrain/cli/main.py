@@ -11,8 +11,11 @@ from typing import Annotated
 import typer
 
 from dtrain.cli import data
+from dtrain.cli.chaos import chaos_command
 from dtrain.cli.env import env_command
 from dtrain.cli.eval import eval_command
+from dtrain.cli.inject import inject_command
+from dtrain.cli.join import join_command
 from dtrain.cli.run import CONTEXT, USAGE, run_command
 from dtrain.errors import DtrainError
 
@@ -36,7 +39,10 @@ def _options(
 
 app.add_typer(data.app, name="data", help="Make and look at graph stores.")
 app.command("run", context_settings=CONTEXT, help=USAGE)(run_command)
+app.command("join")(join_command)
 app.command("eval")(eval_command)
+app.command("inject")(inject_command)
+app.command("chaos")(chaos_command)
 app.command("env")(env_command)
 
 

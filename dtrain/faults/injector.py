@@ -280,6 +280,9 @@ class Injector:
         number = fault.fired
         fault.fired += 1
         fault.last_step = step
+        if not fault.spec.count and not fault.spec.every_steps:
+            # It strikes every time: there is nothing to remember.
+            return True
         mine = self._ledger.claim(
             fault.name,
             number,

@@ -65,6 +65,51 @@ def descendants_of(pid: int) -> list[int]:
     return found
 
 
+def marked(variable: str) -> list[int]:
+    """Living processes started with an environment in which ``variable`` (NAME=VALUE) begins."""
+    found = []
+    needle = variable.encode()
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            raw = (entry / "environ").read_bytes()
+            if raw.startswith(needle) or b"\0" + needle in raw:
+                found.append(int(entry.name))
+    return sorted(pid for pid in found if is_alive(pid))
+
+
+def command_of(pid: int) -> str:
+    """The command line, shortened; empty when there is no such process."""
+    try:
+        raw = (_PROC / str(pid) / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip()[:120]
+
+
+def counts_of(pid: int) -> tuple[int, int] | None:
+    """Numbers of open descriptors and of threads; None when there is no such process."""
+    try:
+        base = _PROC / str(pid)
+        return len(os.listdir(base / "fd")), len(os.listdir(base / "task"))
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+
+
+def has_open(path: str) -> bool:
+    """Whether some process has the file open or mapped."""
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if path in (entry / "maps").read_text(errors="replace"):
+                return True
+            if any(os.readlink(fd) == path for fd in (entry / "fd").iterdir()):
+                return True
+    return False
+
+
 def agent_of(supervisor_pid: int) -> int:
     """The torchrun agent that started a supervisor.
 

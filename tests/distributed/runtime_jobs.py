@@ -54,7 +54,7 @@ class Job:
             json_output=False,
             progress=False,
         )
-        process = self._context.Process(target=run_trainer, args=(ENTRY, spec, writer, None, True))
+        process = self._context.Process(target=run_trainer, args=(ENTRY, spec, writer, True))
         process.start()
         writer.close()
         if worker == len(self.processes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -275,6 +276,7 @@ def test_a_reach_without_faults_costs_next_to_nothing(tmp_path: Path) -> None:
 
 def _strike(fault: dict[str, Any], folder: str, ready: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
+    faulthandler.disable()
     one = injector(config(fault | {"worker": 0}), Path(folder))
     ready.send("ready")
     one.reach("forward", 0)

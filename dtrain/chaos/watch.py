@@ -1,0 +1,102 @@
+"""What can be seen of a job while it runs: events, committed steps, descriptors, threads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtrain.faults import processes
+
+
+class Follower:
+    """Reads the complete lines that were added to a JSONL file since the last look."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._offset = 0
+        self.lines: list[dict[str, Any]] = []
+
+    def look(self) -> list[dict[str, Any]]:
+        """The new lines; all are kept in ``lines``."""
+        try:
+            with self._file.open("rb") as stream:
+                stream.seek(self._offset)
+                data = stream.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        new = [json.loads(line) for line in whole.splitlines()]
+        self.lines += new
+        return new
+
+
+@dataclass
+class Resources:
+    """A trainer's descriptors and threads: after its first committed steps, and last seen."""
+
+    worker: int
+    first: tuple[int, int]
+    last: tuple[int, int]
+
+
+@dataclass
+class Watch:
+    """A job's run folder and trainers."""
+
+    run_dir: Path
+    resources: dict[int, Resources] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.events = Follower(self.run_dir / "events.jsonl")
+        self._metrics = Follower(self.run_dir / "metrics.jsonl")
+        self._trainers: dict[int, tuple[int, int]] = {}
+
+    def look(self) -> None:
+        """Read what is new and count what the trainers hold."""
+        for event in self.events.look():
+            if event["kind"] == "worker_started":
+                self._trainers.setdefault(event["pid"], (event["worker"], self.committed))
+        self._metrics.look()
+        for pid, (worker, since) in self._trainers.items():
+            # The first steps open connections and start threads.
+            if self.committed < since + 3:
+                continue
+            counts = processes.counts_of(pid)
+            if counts is None:
+                continue
+            seen = self.resources.setdefault(pid, Resources(worker, counts, counts))
+            seen.last = counts
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics of committed steps, in the order in which they were written."""
+        return [m for m in self._metrics.lines if "loss" in m and "seeds" in m]
+
+    @property
+    def committed(self) -> int:
+        """The newest committed step."""
+        return max((m["step"] for m in self.steps), default=0)
+
+    def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
+        """The events of these kinds."""
+        return [e for e in self.events.lines if e["kind"] in kinds]
+
+    def growth(self) -> tuple[int, int]:
+        """The largest growth in descriptors and in threads of a trainer in its life."""
+        seen = self.resources.values()
+        return (
+            max((r.last[0] - r.first[0] for r in seen), default=0),
+            max((r.last[1] - r.first[1] for r in seen), default=0),
+        )
+
+    def pauses(self) -> list[float]:
+        """Seconds from each injected fault to the next step committed after it."""
+        found = []
+        for event in self.of_kind("fault_injected"):
+            later = [m["time"] for m in self.steps if m["time"] > event["time"]]
+            if later:
+                found.append(min(later) - event["time"])
+        return found
