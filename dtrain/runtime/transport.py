@@ -220,7 +220,8 @@ class Transport:
         bye = _header(self._generation, Key(_KIND_BYE, 0, 0), [])
         with self._lock:
             for outgoing in self._outgoing.values():
-                outgoing.queue.append(memoryview(bye))
+                if outgoing.events:
+                    outgoing.queue.append(memoryview(bye))
         self._closing = True
         self._wake()
         self._thread.join(timeout_s)
@@ -238,7 +239,7 @@ class Transport:
                 self._update_interest()
                 if self._closing:
                     deadline = deadline or time.monotonic() + 2.0
-                    waiting = any(o.queue and o.connected for o in self._outgoing.values())
+                    waiting = any(o.queue and o.events and o.connected for o in self._outgoing.values())
                     if not waiting or time.monotonic() > deadline:
                         return
                 for selected, mask in self._selector.select(self._lease_s / 5):
