@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dtrain.config import Config, load_config
 from dtrain.data.location import locate
-from dtrain.data.meta import META_FILE, GraphMeta, parse_meta
+from dtrain.data.meta import META_FILE, GraphMeta, check_sizes, parse_meta
 from dtrain.errors import DtrainError
 from dtrain.runfolder import RunFolder
 
@@ -115,7 +115,8 @@ def read_meta(config: Config) -> GraphMeta:
     """What the graph store of a configuration says of itself, read without opening the graph.
 
     Raises:
-        DtrainError: there is no graph store, it is not readable, or it lacks the split.
+        DtrainError: there is no graph store, it is not readable, a file is damaged, or it lacks the
+            split.
     """
     store = locate(config.data.store)
     if not store.exists(META_FILE):
@@ -124,6 +125,7 @@ def read_meta(config: Config) -> GraphMeta:
             "one with dtrain data import or dtrain data synth"
         )
     meta = parse_meta(store.read_bytes(META_FILE), store.url)
+    check_sizes(store, meta)
     if config.data.split >= meta.num_splits:
         raise DtrainError(
             f"data.split: expected less than the {meta.num_splits} splits of {store.url}, "

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dtrain.data.location import Location, unreadable
 from dtrain.errors import DtrainError
 
 SCHEMA_VERSION = 1
@@ -138,3 +139,21 @@ def parse_meta(text: bytes | str, url: str) -> GraphMeta:
         field = ".".join(str(part) for part in problem["loc"]) or "content"
         message = problem["msg"].removeprefix("Value error, ")
         raise DtrainError(f"{where}: {field}: {message}; import the graph again") from error
+
+
+def check_sizes(place: Location, meta: GraphMeta) -> None:
+    """Check that the files of the store at ``place`` are as long as ``meta`` says.
+
+    Raises:
+        DtrainError: a file is missing, cut short or longer.
+    """
+    for name, array in meta.arrays.items():
+        try:
+            size = int(place.fs.size(place.join(f"{name}.npy")))
+        except Exception as error:
+            unreadable(f"store {place.url}: {name}.npy", error)
+        if size != array.file_bytes:
+            raise DtrainError(
+                f"store {place.url}: {name}.npy: expected {array.file_bytes} bytes, got {size}; "
+                "the file is damaged, import the graph again"
+            )

@@ -15,8 +15,15 @@ from torch import Tensor
 
 from dtrain.data.csr_build import take_csr_rows
 from dtrain.data.graph import Split
-from dtrain.data.location import Location, locate, unreadable
-from dtrain.data.meta import META_FILE, SPLIT_PARTS, GraphMeta, parse_meta, split_array
+from dtrain.data.location import Location, locate
+from dtrain.data.meta import (
+    META_FILE,
+    SPLIT_PARTS,
+    GraphMeta,
+    check_sizes,
+    parse_meta,
+    split_array,
+)
 from dtrain.data.ranged import CachedFile, RangedArray
 from dtrain.errors import DtrainError
 from dtrain.kernels.csr import Csr, SparseRows
@@ -62,7 +69,7 @@ class GraphStore:
                 "store with `dtrain data import` or `dtrain data synth`"
             )
         meta = parse_meta(place.read_bytes(META_FILE), url)
-        _check_sizes(place, meta)
+        check_sizes(place, meta)
         arrays = _LocalArrays(place, meta) if place.is_local else _remote(place, meta, cache_dir)
         indptr = arrays.whole("indptr")
         if indptr[0] != 0 or indptr[-1] != meta.num_edges:
@@ -220,19 +227,6 @@ def _remote(place: Location, meta: GraphMeta, cache_dir: str | None) -> _RemoteA
     # Keyed by content as well, so a store written anew at the same URL is never mixed with the old.
     key = hashlib.sha256(f"{place.url}\n{meta.fingerprint}".encode()).hexdigest()[:24]
     return _RemoteArrays(place, meta, root / "stores" / key)
-
-
-def _check_sizes(place: Location, meta: GraphMeta) -> None:
-    for name, array in meta.arrays.items():
-        try:
-            size = int(place.fs.size(place.join(f"{name}.npy")))
-        except Exception as error:
-            unreadable(f"store {place.url}: {name}.npy", error)
-        if size != array.file_bytes:
-            raise DtrainError(
-                f"store {place.url}: {name}.npy: expected {array.file_bytes} bytes, got {size}; "
-                "the file is damaged, import the graph again"
-            )
 
 
 def _map_array(path: str, name: str, meta: GraphMeta, url: str) -> NDArray[Any]:

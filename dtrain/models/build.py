@@ -34,8 +34,8 @@ def build_layers(
     random generator is set to ``seed`` for the factory and restored afterwards.
 
     Raises:
-        DtrainError: the name is unknown, or what it names cannot be imported or called, does not
-            return that many modules, or keeps running statistics.
+        DtrainError: what the name says cannot be imported or called, does not return that many
+            modules, or keeps running statistics.
     """
     factory = _factory(config)
     with torch.random.fork_rng(devices=[]):
@@ -46,22 +46,10 @@ def build_layers(
 
 
 def _factory(config: ModelConfig) -> ModelFactory:
-    name = config.name
-    if name in BUILT_IN:
-        if config.options:
-            raise DtrainError(
-                f"model.options: {name} takes none, got {sorted(config.options)}; "
-                "they are for a model given as module:attribute"
-            )
-        return BUILT_IN[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
-        near = difflib.get_close_matches(name, BUILT_IN, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise DtrainError(
-            f"model.name: expected {', '.join(BUILT_IN)} or module:attribute, got {name!r}{hint}"
-        )
-    return _imported(name, module_name, attribute)
+    if config.name in BUILT_IN:
+        return BUILT_IN[config.name]
+    module_name, _, attribute = config.name.partition(":")
+    return _imported(config.name, module_name, attribute)
 
 
 def _imported(name: str, module_name: str, attribute: str) -> ModelFactory:

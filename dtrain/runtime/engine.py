@@ -2,8 +2,8 @@
 
 The exact gradient sum is computed outside and is the same on every holder. It enters DeepSpeed
 through a surrogate loss ``sum(p * g)`` with constant ``g``, whose gradient is ``g`` to the bit.
-With ZeRO the lowest holder contributes ``g`` and the others zeros, to a *sum* over the holders: adding
-zeros is exact, so every shard receives ``g``.
+With ZeRO the lowest holder contributes ``g`` and the others zeros, to a *sum* over the holders:
+adding zeros is exact, so every shard receives ``g``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from torch import Tensor, nn
 
-from dtrain.errors import DtrainError
+from dtrain.deepspeed_options import zero_stage
 from dtrain.runtime.comm import Communicator
 from dtrain.runtime.deepspeed_backend import GenerationBackend, StageTopology, building_engine
 
@@ -28,37 +28,6 @@ _OURS = (
     "gradient_clipping",
 )
 _SCHEDULED = ("lr", "betas", "momentum")
-
-
-def zero_stage(config: Mapping[str, Any]) -> int:
-    """The ZeRO stage that a DeepSpeed configuration asks for."""
-    return int((config.get("zero_optimization") or {}).get("stage", 0))
-
-
-def check_deepspeed_config(config: Mapping[str, Any]) -> None:
-    """Refuse what would change the result or cannot be kept.
-
-    Raises:
-        DtrainError: naming the field.
-    """
-    stage = zero_stage(config)
-    if stage not in (0, 1, 2):
-        raise DtrainError(
-            f"deepspeed.zero_optimization.stage: expected 0, 1 or 2, got {stage}; parameters of a "
-            "stage stay whole on each holder"
-        )
-    if (config.get("fp16") or {}).get("enabled"):
-        raise DtrainError(
-            "deepspeed.fp16.enabled: expected false, got true; dynamic loss scaling drops steps, "
-            "use bf16"
-        )
-    if "optimizer" not in config:
-        raise DtrainError(
-            "deepspeed.optimizer: expected {type: Adam|AdamW|SGD, params: {...}}, got none"
-        )
-    kind = str(config["optimizer"].get("type"))
-    if kind.lower() not in ("adam", "adamw", "sgd"):
-        raise DtrainError(f"deepspeed.optimizer.type: expected Adam, AdamW or SGD, got {kind}")
 
 
 def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:

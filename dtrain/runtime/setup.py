@@ -13,7 +13,6 @@ from dtrain.data.batches import BatchSource
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
-from dtrain.runtime.engine import check_deepspeed_config
 from dtrain.scheduler import Layout, even_cuts
 
 
@@ -21,7 +20,7 @@ from dtrain.scheduler import Layout, even_cuts
 class Job:
     """The run as a pure function of its configuration: graph, microbatches, model, layout.
 
-    ``layers`` hold their initial weights; ``total_steps`` is where the run ends; ``identity`` is
+    ``layers`` tell names and shapes; ``total_steps`` is where the run ends; ``identity`` is
     what decides its result.
     """
 
@@ -33,6 +32,11 @@ class Job:
     total_steps: int
     identity: dict[str, Any]
     device: torch.device
+
+    def fresh_layers(self) -> list[nn.Module]:
+        """The model's layers anew, with their initial weights."""
+        meta, config = self.store.meta, self.config
+        return build_layers(config.model, meta.num_features, meta.num_classes, config.seed)
 
     def parameter_names(self, layer_range: range | None = None) -> list[str]:
         """Trainable parameters as ``layers.{i}.{name}``, in the model's order."""
@@ -59,7 +63,6 @@ def prepare_job(config: Config, local_rank: int) -> Job:
         DtrainError: something in the configuration does not fit the graph, the model or the
             machine.
     """
-    check_deepspeed_config(config.deepspeed)
     device = _device(config, local_rank)
     store = GraphStore.open(config.data.store, config.data.cache_dir)
     source = BatchSource(

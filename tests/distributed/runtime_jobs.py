@@ -27,32 +27,50 @@ class Job:
 
     def __init__(self, config: Config, workers: int, run_dir: Path) -> None:
         self.run_dir = run_dir
+        self._config = config
+        self._workers = workers
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        self.processes: list[Any] = []
-        self._reports: list[Any] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self.processes: list[Any] = [None] * workers
+        self._reports: list[Any] = [None] * workers
         for worker in range(workers):
-            reader, writer = context.Pipe(duplex=False)
-            spec = TrainerSpec(
-                config=config.model_dump(mode="json"),
-                run_dir=str(run_dir),
-                worker=worker,
-                world_size=workers,
-                local_rank=worker,
-                node="test",
-                store_host="127.0.0.1",
-                store_port=self.store.port,
-                host_store=False,
-                incarnation=uuid.uuid4().hex,
-                supervisor_pid=os.getpid(),
-                json_output=False,
-                progress=False,
-            )
-            process = context.Process(target=run_trainer, args=(ENTRY, spec, writer, True))
-            process.start()
-            writer.close()
-            self.processes.append(process)
-            self._reports.append(reader)
+            self.start(worker)
+
+    def start(self, worker: int) -> None:
+        """Start a trainer, anew where its last life ended."""
+        reader, writer = self._context.Pipe(duplex=False)
+        spec = TrainerSpec(
+            config=self._config.model_dump(mode="json"),
+            run_dir=str(self.run_dir),
+            worker=worker,
+            world_size=self._workers,
+            local_rank=worker,
+            node="test",
+            store_host="127.0.0.1",
+            store_port=self.store.port,
+            host_store=False,
+            incarnation=uuid.uuid4().hex,
+            supervisor_pid=os.getpid(),
+            json_output=False,
+            progress=False,
+        )
+        process = self._context.Process(target=run_trainer, args=(ENTRY, spec, writer, True))
+        process.start()
+        writer.close()
+        if worker == len(self.processes):
+            self.processes.append(None)
+            self._reports.append(None)
+        self.processes[worker] = process
+        self._reports[worker] = reader
+
+    def kill(self, worker: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Kill a trainer and wait for its end."""
+        os.kill(self.processes[worker].pid, number)
+        self.processes[worker].join(JOIN_S)
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        found = read_lines(self.run_dir / "events.jsonl")
+        return [e for e in found if not kinds or e["kind"] in kinds]
 
     def join(self) -> list[int]:
         """Wait for all trainers; their exit codes."""

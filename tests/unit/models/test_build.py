@@ -107,18 +107,10 @@ def test_normalisation_without_running_statistics_is_taken(
     assert len(build_layers(ModelConfig(name=user_module(":stateless")), 4, 4, 0)) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gnc", r"got 'gnc'; did you mean gcn\?"),
-        ("transformer", r"expected gcn, sage, gat or module:attribute, got 'transformer'$"),
-        (":layers", "module:attribute, got ':layers'"),
-        ("no_such_module_at_all:f", "cannot be imported .*is it on PYTHONPATH"),
-    ],
-)
-def test_unknown_names_are_refused(name: str, message: str) -> None:
-    with pytest.raises(DtrainError, match=f"^model.name: .*{message}"):
-        build_layers(ModelConfig(name=name), 4, 3, 0)
+def test_a_module_that_is_not_there_is_named() -> None:
+    message = "^model.name: .* cannot be imported .*is it on PYTHONPATH"
+    with pytest.raises(DtrainError, match=message):
+        build_layers(ModelConfig(name="no_such_module_at_all:f"), 4, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +132,3 @@ def test_unfit_user_models_are_refused_in_one_line(
     with pytest.raises(DtrainError, match=f"^model.name: .*{message}") as caught:
         build_layers(ModelConfig(name=user_module(rest)), 4, 3, 0)
     assert "\n" not in str(caught.value)
-
-
-def test_options_of_a_built_in_model_are_refused() -> None:
-    with pytest.raises(DtrainError, match=r"model.options: gcn takes none, got \['depth'\]"):
-        build_layers(ModelConfig(name="gcn", options={"depth": 2}), 4, 3, 0)

@@ -7,25 +7,47 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from dtrain.errors import PeerLostError
 from dtrain.runtime.fault import FaultFlag
-from dtrain.runtime.transport import KIND_ACTIVATION, Address, Key, Transport
+from dtrain.runtime.transport import KIND_ACTIVATION, Address, Key, Loss, Transport
+from dtrain.scheduler.membership import Peer
 
 
 class Pair:
     """Two workers of one generation in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease_s: float = 5.0) -> None:
         self.faults = [FaultFlag(), FaultFlag()]
-        self.ends = [Transport(w, "127.0.0.1", self.faults[w]) for w in range(2)]
-        peers = {w: t.address for w, t in enumerate(self.ends)}
-        for end in self.ends:
-            end.start(3, peers)
+        self.peers = [Peer(w, f"{w}" * 32) for w in range(2)]
+        self.losses: list[Loss] = []
+        self.ends = [self._end(w, lease_s) for w in range(2)]
+        for w in range(2):
+            self.ends[w].enter(3, self.faults[w])
+            self.ends[w].connect(self.peers[1 - w], self.ends[1 - w].address)
+
+    def _end(self, worker: int, lease_s: float) -> Transport:
+        def lost(loss: Loss) -> None:
+            self.losses.append(loss)
+            self.faults[worker].set(f"worker {loss.peer.worker} {loss.reason}")
+
+        return Transport(self.peers[worker], "127.0.0.1", lease_s, lost)
+
+    def send(self, sender: int, key: Key, tensors: list[Tensor]) -> None:
+        until(lambda: self.peers[1 - sender] in self.ends[sender]._outgoing)
+        self.ends[sender].send(self.peers[1 - sender], key, tensors)
+
+
+def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -52,7 +74,7 @@ def test_tensors_arrive_whole(pair: Pair) -> None:
         torch.randn(3, 4).t(),
         torch.randn(4_000_000),
     ]
-    pair.ends[0].send(1, key(), sent)
+    pair.send(0, key(), sent)
     got = pair.ends[1].receive(key(), 20)
     assert len(got) == len(sent)
     for a, b in zip(sent, got, strict=True):
@@ -62,35 +84,38 @@ def test_tensors_arrive_whole(pair: Pair) -> None:
 
 def test_keys_may_be_received_in_any_order_both_ways(pair: Pair) -> None:
     for m in range(20):
-        pair.ends[0].send(1, key(microbatch=m), [torch.full((1000,), float(m))])
-        pair.ends[1].send(0, key(microbatch=m), [torch.full((10,), float(-m))])
+        pair.send(0, key(microbatch=m), [torch.full((1000,), float(m))])
+        pair.send(1, key(microbatch=m), [torch.full((10,), float(-m))])
     for m in reversed(range(20)):
         assert pair.ends[1].receive(key(microbatch=m), 20)[0][0] == m
         assert pair.ends[0].receive(key(microbatch=m), 20)[0][0] == -m
 
 
 def test_an_empty_list_and_a_message_to_oneself_arrive(pair: Pair) -> None:
-    pair.ends[0].send(1, key(), [])
+    pair.send(0, key(), [])
     assert pair.ends[1].receive(key(), 20) == ()
-    pair.ends[0].send(0, key(), [torch.ones(2)])
+    pair.ends[0].send(pair.peers[0], key(), [torch.ones(2)])
     assert torch.equal(pair.ends[0].receive(key(), 20)[0], torch.ones(2))
 
 
-def test_a_peer_that_breaks_off_ends_the_wait_at_once(pair: Pair) -> None:
-    pair.ends[0].send(1, key(), [torch.ones(2)])
+def test_a_peer_that_ends_is_noticed_at_once_by_all_its_waits(pair: Pair) -> None:
+    pair.send(0, key(), [torch.ones(2)])
     pair.ends[1].receive(key(), 20)
-    outgoing = pair.ends[0]._outgoing[1].sock
-    outgoing.shutdown(socket.SHUT_RDWR)
+    pair.ends[0]._outgoing[pair.peers[1]].sock.shutdown(socket.SHUT_RDWR)
     with pytest.raises(PeerLostError, match="worker 0 closed its connection"):
         pair.ends[1].receive(key(step=1), 20)
+    assert pair.losses[0] == Loss(pair.peers[0], "closed its connection", True)
+    with pytest.raises(PeerLostError):
+        pair.ends[1].send(pair.peers[0], key(), [torch.ones(2)])
 
 
 def test_a_goodbye_is_no_fault(pair: Pair) -> None:
-    pair.ends[0].send(1, key(), [torch.ones(2)])
+    pair.send(0, key(), [torch.ones(2)])
     pair.ends[1].receive(key(), 20)
     pair.ends[0].close()
     time.sleep(0.1)
     assert pair.faults[1].reason is None
+    assert pair.losses == []
 
 
 def test_nothing_that_comes_is_an_error_after_the_time(pair: Pair) -> None:
@@ -101,8 +126,8 @@ def test_nothing_that_comes_is_an_error_after_the_time(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "greeting",
     [
-        struct.pack("<IQI32s", 0x6474726E, 3, 0, b"\0" * 32),
-        b"GET / HTTP/1.1\r\n" * 4,
+        struct.pack("<II32s32s", 0x6474726E, 0, b"0" * 32, b"\0" * 32),
+        b"GET / HTTP/1.1\r\n" * 5,
     ],
 )
 def test_a_stranger_is_not_heard(pair: Pair, greeting: bytes) -> None:
@@ -114,29 +139,42 @@ def test_a_stranger_is_not_heard(pair: Pair, greeting: bytes) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     assert pair.faults[1].reason is None
-    pair.ends[0].send(1, key(), [torch.ones(2)])
+    pair.send(0, key(), [torch.ones(2)])
     assert len(pair.ends[1].receive(key(), 20)) == 1
 
 
-def test_a_worker_of_another_generation_is_not_heard(pair: Pair) -> None:
-    late = Transport(0, "127.0.0.1", FaultFlag())
-    late.start(2, {1: pair.ends[1].address})
-    late.send(1, key(), [torch.ones(2)])
-    with pytest.raises(PeerLostError, match="nothing came"):
-        pair.ends[1].receive(key(), 0.2)
-    assert pair.faults[1].reason is None
-    late.close()
+def test_frames_of_an_older_generation_are_dropped_and_newer_ones_wait(pair: Pair) -> None:
+    pair.send(0, key(), [torch.zeros(2)])
+    until(lambda: pair.ends[1].has(key()))
+    pair.ends[0].enter(4, pair.faults[0])
+    pair.send(0, key(), [torch.ones(2)])
+    time.sleep(0.05)
+    pair.ends[1].enter(4, pair.faults[1])
+    assert torch.equal(pair.ends[1].receive(key(), 20)[0], torch.ones(2))
+    pair.ends[0].enter(3, pair.faults[0])
+    pair.send(0, key(step=9), [torch.zeros(2)])
+    pair.ends[0].enter(4, pair.faults[0])
+    pair.send(0, key(step=10), [torch.ones(2)])
+    pair.ends[1].receive(key(step=10), 20)
+    assert not pair.ends[1].has(key(step=9))
 
 
-def test_an_unreachable_peer_raises(pair: Pair) -> None:
-    fault = FaultFlag()
-    lonely = Transport(2, "127.0.0.1", fault)
+def test_a_peer_that_refuses_is_certainly_gone_and_one_that_is_silent_is_not() -> None:
+    pair = Pair(lease_s=0.4)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    lonely.start(3, {1: Address("127.0.0.1", port, "00" * 32)})
-    with pytest.raises(PeerLostError, match="worker 1 cannot be reached"):
-        lonely.send(1, key(), [torch.ones(2)])
-    lonely.close()
+    gone = Peer(7, "7" * 32)
+    pair.ends[0].connect(gone, Address("127.0.0.1", port, "00" * 32))
+    until(lambda: any(loss.peer == gone and loss.certain for loss in pair.losses))
+    time.sleep(1.0)
+    assert len(pair.losses) == 1, "heartbeats keep idle connections"
+    # A stopped process answers nothing, and its sockets stay open.
+    pair.ends[1]._keep_alive = lambda: None  # type: ignore[method-assign]
+    until(lambda: any(loss.peer == pair.peers[1] for loss in pair.losses))
+    assert not pair.losses[-1].certain
+    assert "silent" in pair.losses[-1].reason
+    for end in pair.ends:
+        end.close()
 
 
 def test_a_fault_wakes_every_wait(pair: Pair) -> None:
