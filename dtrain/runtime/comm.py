@@ -1,122 +1,37 @@
-"""The only module that talks to ``torch.distributed``: generations, groups and polled collectives.
+"""The only module that talks to ``torch.distributed``'s collectives: the groups of a generation.
 
-A *generation* is one agreed membership. Its number lives in the job's store and only grows; each
-worker is (worker, incarnation), so a worker that was started again is a new member and a stale
-proposal is never taken for a live one. Groups are built for a generation and never repaired. No
-wait is bare: a collective is issued asynchronously, its completion wakes the waiter through the
-fault flag, and so does a fault that anybody posts to the store.
+Groups are built for a generation and never repaired. No wait is bare: a collective is issued
+asynchronously, its completion wakes the waiter through the fault flag, and so does a fault. After a
+fault the groups are set aside, not destroyed: destroying one blocks for as long as a member is
+stopped.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import threading
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store
+from torch.distributed import distributed_c10d as c10d
 
 from dtrain.environment import default_variable
 from dtrain.errors import PeerLostError
 from dtrain.runtime.fault import FaultFlag
-from dtrain.runtime.transport import Address, Transport
 
 MAX = dist.ReduceOp.MAX
 SUM = dist.ReduceOp.SUM
-_POLL_S = 0.005
-_WATCH_S = 0.05
+_FORM_S = 10.0
+"""Longest wait for a member while groups are built: all have just said that they are ready."""
 
+T = TypeVar("T")
 
-def connect_store(host: str, port: int, hosts_it: bool, timeout_s: float) -> dist.Store:
-    """The job's key-value store: torchrun's own, or one that this worker hosts.
-
-    Raises:
-        PeerLostError: it cannot be reached within ``timeout_s`` seconds.
-    """
-    timeout = datetime.timedelta(seconds=timeout_s)
-    try:
-        store = dist.TCPStore(
-            host, port, is_master=hosts_it, wait_for_workers=False, timeout=timeout
-        )
-    except (RuntimeError, ValueError) as error:
-        raise PeerLostError(f"the job's store at {host}:{port} is not reachable") from error
-    return dist.PrefixStore("dtrain", store)
-
-
-@dataclass(frozen=True)
-class Member:
-    """One worker of a generation as it announced itself."""
-
-    worker: int
-    incarnation: str
-    address: Address
-
-
-@dataclass(frozen=True)
-class Generation:
-    """An agreed membership: a number and its members by worker."""
-
-    number: int
-    members: dict[int, Member]
-
-
-def join_generation(
-    store: dist.Store, me: Member, world_size: int, fault: FaultFlag, timeout_s: float
-) -> Generation:
-    """Announce ``me`` and wait until all ``world_size`` workers stand ready in one generation.
-
-    Worker 0 leads: whenever the announcements change it proposes the next generation with them.
-    A member answers only a proposal that names its own incarnation, so announcements left by an
-    earlier attempt of the job delay the agreement and never enter it.
-
-    Raises:
-        PeerLostError: no generation came about within ``timeout_s`` seconds.
-    """
-    store.set(f"join/{me.worker}", json.dumps(asdict(me)))
-    deadline = time.monotonic() + timeout_s
-    proposed: dict[int, str] = {}
-    answered = -1
-    while time.monotonic() < deadline:
-        fault.check()
-        if me.worker == 0:
-            proposed = _propose(store, world_size, proposed)
-        number = int(store.add("generation", 0))
-        if number and store.check([f"gen/{number}/members"]):
-            members = json.loads(store.get(f"gen/{number}/members"))
-            if members[str(me.worker)]["incarnation"] == me.incarnation:
-                if answered != number:
-                    store.set(f"gen/{number}/ready/{me.worker}", me.incarnation)
-                    answered = number
-                if store.check([f"gen/{number}/ready/{w}" for w in range(world_size)]):
-                    return Generation(number, {int(w): _member(m) for w, m in members.items()})
-        time.sleep(_POLL_S)
-    present = [w for w in range(world_size) if store.check([f"join/{w}"])]
-    raise PeerLostError(
-        f"no generation of {world_size} workers within {timeout_s:g} s; announced: {present}"
-    )
-
-
-def _propose(store: dist.Store, world_size: int, proposed: dict[int, str]) -> dict[int, str]:
-    """Propose a new generation if the announcements are complete and changed."""
-    keys = [f"join/{w}" for w in range(world_size)]
-    if not store.check(keys):
-        return proposed
-    members = [json.loads(store.get(key)) for key in keys]
-    current = {m["worker"]: m["incarnation"] for m in members}
-    if current != proposed:
-        number = int(store.add("generation", 1))
-        table = {str(m["worker"]): m for m in members}
-        store.set(f"gen/{number}/members", json.dumps(table))
-    return current
-
-
-def _member(raw: dict[str, Any]) -> Member:
-    return Member(raw["worker"], raw["incarnation"], Address(**raw["address"]))
+# Works and groups of broken generations, for which somebody may still wait in native code.
+_parked: list[object] = []
 
 
 class Communicator:
@@ -128,40 +43,57 @@ class Communicator:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: int,
         worker: int,
+        workers: Sequence[int],
         stage_holders: Sequence[Sequence[int]],
-        store: dist.Store,
-        transport: Transport,
+        store: Store,
         fault: FaultFlag,
         timeout_s: float,
+        *,
+        loopback: bool,
     ) -> None:
-        self.generation = generation.number
+        """Build the groups; every member does so at the same time.
+
+        ``loopback``: all members are on this host.
+
+        Raises:
+            PeerLostError: a member did not come, or a fault was noticed.
+        """
+        self.generation = generation
         self.worker = worker
-        self.transport = transport
         self.fault = fault
         self.timeout_s = timeout_s
-        self._store = dist.PrefixStore(f"gen/{generation.number}", store)
-        self._workers = sorted(generation.members)
-        if all(m.address.host.startswith("127.") for m in generation.members.values()):
+        self._workers = sorted(workers)
+        if loopback:
             default_variable("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            # A member that died meanwhile keeps the others in native code until a time-out.
+            self.run_aside(lambda: self._build(store, stage_holders), "building groups")
+        except (RuntimeError, ValueError) as error:
+            self.abandon()
+            raise PeerLostError(f"groups could not be built: {first_line(error)}") from error
+        longest = datetime.timedelta(seconds=timeout_s)
+        for group in (None, *self.stage_groups, self.checkpoint_group):
+            if group is None or isinstance(group, dist.ProcessGroup):
+                c10d._set_pg_timeout(longest, group)
+
+    def _build(self, store: Store, stage_holders: Sequence[Sequence[int]]) -> None:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=dist.PrefixStore("groups", self._store),
-            rank=self._workers.index(worker),
+            store=store,
+            rank=self.rank_of(self.worker),
             world_size=len(self._workers),
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=datetime.timedelta(seconds=_FORM_S),
         )
         self.stage_groups = [self._new_group(holders) for holders in stage_holders]
         self.checkpoint_group = self._new_group(self._workers)
-        self.own_group = dist.new_group([self.rank_of(worker)], use_local_synchronization=True)
-        transport.start(generation.number, {w: m.address for w, m in generation.members.items()})
-        self._watching = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="dtrain-watch", daemon=True)
-        self._watcher.start()
+        self.own_group = dist.new_group([self.rank_of(self.worker)], use_local_synchronization=True)
 
     def _new_group(self, workers: Sequence[int]) -> dist.ProcessGroup:
-        return dist.new_group([self.rank_of(w) for w in workers])
+        self.fault.check()
+        group: dist.ProcessGroup = dist.new_group([self.rank_of(w) for w in workers])
+        return group
 
     @property
     def workers(self) -> list[int]:
@@ -182,72 +114,98 @@ class Communicator:
         """
         if (dist.get_world_size(group) if group is not None else len(self._workers)) == 1:
             return tensor
-        self.wait(self._issue(dist.all_reduce, tensor, op=op, group=group), "all-reduce")
-        return tensor
-
-    def _issue(self, collective: Any, *args: Any, **kwargs: Any) -> Any:
         self.fault.check()
         try:
-            return collective(*args, async_op=True, **kwargs)
+            work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
         except RuntimeError as error:
-            raise PeerLostError(f"collective could not start: {_first_line(error)}") from error
+            raise PeerLostError(f"all-reduce could not start: {first_line(error)}") from error
+        self.wait(work, "all-reduce", tensor)
+        return tensor
 
-    def wait(self, work: Any, what: str) -> None:
-        """Wait for an asynchronous collective, ending early on a fault.
+    def wait(self, work: Any, what: str, *tensors: Tensor) -> None:
+        """Wait for an asynchronous collective on ``tensors``, ending early on a fault.
 
         Raises:
             PeerLostError: the collective failed, a fault was noticed, or the time ran out.
         """
         future = work.get_future()
-        future.add_done_callback(lambda _: self.fault.notify())
-        self.fault.wait_for(future.done, self.timeout_s, what)
+        # The callback runs in a thread of the group: it must not keep the group alive, whose
+        # destructor would then run there and wait for that very thread.
+        notify = self.fault.notify
+        future.add_done_callback(lambda _: notify())
+        try:
+            self.fault.wait_for(future.done, self.timeout_s, what)
+        except PeerLostError:
+            _parked.append((work, future, tensors))
+            raise
         try:
             future.wait()
         except RuntimeError as error:
-            raise PeerLostError(f"{what} failed: {_first_line(error)}") from error
+            raise PeerLostError(f"{what} failed: {first_line(error)}") from error
 
-    def post_fault(self, reason: str) -> None:
-        """Tell every worker of the generation that it is broken, so that none waits in vain."""
-        self.fault.set(reason)
-        self._store.set("fault", reason)
-
-    def put(self, key: str, value: str) -> None:
-        """Set a key of this generation in the store."""
-        self._store.set(key, value)
-
-    def get(self, key: str) -> str:
-        """Wait for a key of this generation.
+    def run_aside(self, function: Callable[[], T], what: str) -> T:
+        """Run what waits barely (a library's collectives) in a thread; a fault ends the wait.
 
         Raises:
-            PeerLostError: a fault was noticed, or nothing came within the time-out.
+            PeerLostError: a fault was noticed or the time ran out. Errors of ``function`` are
+                raised as they were.
         """
-        deadline = time.monotonic() + self.timeout_s
-        while not self._store.check([key]):
-            self.fault.check()
-            if time.monotonic() > deadline:
-                raise PeerLostError(f"waiting for {key}: nothing came in {self.timeout_s:g} s")
-            time.sleep(_POLL_S)
-        return str(self._store.get(key).decode())
+        answer: list[T] = []
+        errors: list[BaseException] = []
 
-    def _watch(self) -> None:
-        """Turn a fault posted by another worker into this worker's fault flag."""
-        while not self._watching.wait(_WATCH_S):
+        def body() -> None:
             try:
-                if self._store.check(["fault"]):
-                    self.fault.set(str(self._store.get("fault").decode()))
-                    return
-            except RuntimeError as error:
-                if not self._watching.is_set():
-                    self.fault.set(f"the job's store is not reachable ({_first_line(error)})")
-                return
+                answer.append(function())
+            except BaseException as error:
+                # Raised again in the thread that waits.
+                errors.append(error)
+            self.fault.notify()
+
+        thread = threading.Thread(target=body, name="dtrain-aside", daemon=True)
+        thread.start()
+        self.fault.wait_for(lambda: bool(answer or errors), self.timeout_s, what)
+        if errors:
+            raise errors[0]
+        return answer[0]
+
+    def abandon(self) -> None:
+        """Set the groups of a broken generation aside; torch.distributed is as new afterwards."""
+        world = c10d._world
+        _parked.append((list(world.pg_map), dict(world.pg_names), self))
+        if dist.is_initialized():
+            c10d._update_default_pg(None)
+        for table in (
+            world.pg_map,
+            world.pg_names,
+            world.pg_group_ranks,
+            world.pg_backend_config,
+            world.pg_to_tag,
+            world.tags_to_pg,
+            world.pg_coalesce_state,
+        ):
+            table.clear()
+        c10d._unregister_all_process_groups()
+        world.group_count = 0
 
     def close(self) -> None:
-        """Leave the generation in good order; only after every worker has finished its work."""
-        self._watching.set()
-        self._watcher.join()
-        self.transport.close()
+        """Leave the generation in good order, when every worker has finished its part of it."""
         dist.destroy_process_group()
 
 
-def _first_line(error: BaseException) -> str:
+def reap_parked() -> None:
+    """Let go of the groups of broken generations, in a thread that may block for long."""
+    if not _parked:
+        return
+    doomed = _parked[:]
+    del _parked[: len(doomed)]
+
+    def let_go() -> None:
+        # Native destructors wait for members; they do so without the interpreter's lock.
+        doomed.clear()
+
+    threading.Thread(target=let_go, name="dtrain-reaper", daemon=True).start()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

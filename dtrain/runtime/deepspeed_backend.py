@@ -43,6 +43,17 @@ class GenerationBackend(TorchBackend):
         self._comm = comm
         self.building = False
 
+    def get_rank(self, group: Any = None) -> int:
+        return self._comm.rank_of(self._comm.worker) if group is None else group.rank()
+
+    def get_world_size(self, group: Any = None) -> int:
+        return len(self._comm.workers) if group is None else group.size()
+
+    def get_global_rank(self, group: Any, group_rank: int) -> int:
+        if group.size() == 1:
+            return self.get_rank()
+        return dist.get_global_rank(group, group_rank)
+
     def _run(self, work: Any, what: str, async_op: bool) -> PolledWork | None:
         polled = PolledWork(work, self._comm, what)
         if async_op:
@@ -53,6 +64,9 @@ class GenerationBackend(TorchBackend):
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> PolledWork | None:
+        if group is not None and group.size() == 1:
+            # Also after a fault, when the groups are gone and a voted step is still to be applied.
+            return None
         work = dist.all_reduce(tensor, self._reduce_op(op), group=group, async_op=True)
         return self._run(work, "DeepSpeed all-reduce", async_op)
 

@@ -18,7 +18,7 @@ class ProgressReport:
     On a terminal a bar is drawn; elsewhere a line is printed every ten seconds and at the end.
     """
 
-    def __init__(self, total: int, done: int, *, shown: bool) -> None:
+    def __init__(self, total: int, *, shown: bool) -> None:
         self._total = total
         self._shown = shown
         self._last = time.monotonic()
@@ -32,7 +32,7 @@ class ProgressReport:
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
             )
-            self._task = self._bar.add_task("training", total=total, completed=done, loss="-")
+            self._task = self._bar.add_task("training", total=total, loss="-")
 
     def __enter__(self) -> ProgressReport:
         if self._bar is not None:

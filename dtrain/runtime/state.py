@@ -1,10 +1,10 @@
-"""Saving and restoring a run, whatever the number of workers and stages it goes on with."""
+"""The state of a run: what a stage is made of, how far the run is, and where it is saved."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from dtrain.checkpoint import CheckpointInfo, CheckpointStore, PendingSave, Retention
 from dtrain.errors import DtrainError
 from dtrain.runtime.comm import MAX, SUM, Communicator
-from dtrain.runtime.engine import StageEngine
 from dtrain.runtime.setup import Job
 
 
@@ -28,26 +27,73 @@ class Best:
 
 @dataclass
 class Progress:
-    """How far the run is; saved with every checkpoint.
+    """How far the run is; the same on every worker at a step boundary.
 
     ``step``: committed steps. ``seeds_trained``: seed nodes of all of them. ``schedule``: the
-    learning-rate schedule.
+    learning-rate schedule. ``evaluated``: newest step that was evaluated. ``generations``:
+    memberships so far. ``steps_replayed``: steps begun, discarded and run again.
     """
 
     step: int = 0
     seeds_trained: int = 0
     schedule: dict[str, Any] = field(default_factory=dict)
     best: Best | None = None
+    evaluated: int = 0
+    generations: int = 0
+    steps_replayed: int = 0
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Progress:
         """From what :meth:`as_json` made."""
         best = Best(**saved["best"]) if saved["best"] else None
-        return cls(saved["step"], saved["seeds_trained"], saved["schedule"], best)
+        return cls(**{**saved, "best": best})
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
+
+    def copy(self) -> Progress:
+        """A copy that later progress does not change."""
+        return replace(self, schedule=dict(self.schedule))
+
+
+@dataclass
+class StageState:
+    """All that makes a holder of a stage, at a step boundary.
+
+    ``tensors``: ``model/``, ``optim/`` and ``master/`` entries as :meth:`StageEngine.state` names
+    them, and ``best/{name}``, the stage's weights at the best evaluation.
+    """
+
+    tensors: dict[str, Tensor]
+    progress: Progress
+
+    def cloned(self) -> StageState:
+        """A copy that training does not change."""
+        copies = {name: value.detach().clone() for name, value in self.tensors.items()}
+        return StageState(copies, self.progress.copy())
+
+    def packed(self) -> list[Tensor]:
+        """As tensors that can be sent; the first is a JSON head as uint8 [n]."""
+        head = {"names": list(self.tensors), "progress": self.progress.as_json()}
+        return [pack_json(head), *self.tensors.values()]
+
+    @classmethod
+    def unpacked(cls, tensors: Sequence[Tensor]) -> StageState:
+        """From what :meth:`packed` made."""
+        head = unpack_json(tensors[0])
+        named = dict(zip(head["names"], tensors[1:], strict=True))
+        return cls(named, Progress.of(head["progress"]))
+
+
+def pack_json(value: Any) -> Tensor:
+    """A JSON value as uint8 [n]."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def unpack_json(packed: Tensor) -> Any:
+    """From what :func:`pack_json` made."""
+    return json.loads(bytes(packed.numpy().tobytes()))
 
 
 class SaveGroup:
@@ -82,14 +128,12 @@ class SaveGroup:
         self._comm.fault.check()
 
 
-class RunState:
-    """The checkpoints of one run, as one worker of one generation uses them."""
+class Checkpoints:
+    """The durable checkpoints of one run, as one worker uses them."""
 
-    def __init__(self, url: str, job: Job, comm: Communicator, leader: bool) -> None:
-        self._store = CheckpointStore(url)
+    def __init__(self, url: str, job: Job, on_point: Callable[[str], None] | None = None) -> None:
+        self._store = CheckpointStore(url, on_point)
         self._job = job
-        self._comm = comm
-        self._leader = leader
         self.last_saved: int | None = None
 
     @property
@@ -97,30 +141,16 @@ class RunState:
         """Where checkpoints lie, without credentials."""
         return self._store.url
 
-    def find(self, on_skip: Callable[[str], None]) -> tuple[CheckpointInfo, Progress] | None:
-        """The checkpoint that all workers resume from; None for a fresh start.
+    def find(self, on_skip: Callable[[str], None]) -> dict[str, Any]:
+        """The newest intact checkpoint of this run, for the leader to tell the others.
 
-        The leader looks for it and tells the others.
-
-        Raises:
-            DtrainError: the store cannot be read or written (told to all workers).
+        Plain JSON: ``{"info": ..., "progress": ...}``, ``{"info": None}`` where there is none, or
+        ``{"error": message}``.
         """
-        if self._leader:
-            self._comm.put("resume", json.dumps(self._look(on_skip)))
-        found = json.loads(self._comm.get("resume"))
-        if "error" in found:
-            raise DtrainError(found["error"])
-        if found["info"] is None:
-            return None
-        self.last_saved = found["progress"]["step"]
-        return CheckpointInfo(**found["info"]), Progress.of(found["progress"])
-
-    def _look(self, on_skip: Callable[[str], None]) -> dict[str, Any]:
         try:
             self._store.prepare()
-            info = self._store.newest(
-                self._job.identity, on_skip, strict=self._job.config.checkpoint.strict
-            )
+            strict = self._job.config.checkpoint.strict
+            info = self._store.newest(self._job.identity, on_skip, strict=strict)
             if info is None:
                 return {"info": None}
             saved = self._store.progress(info)
@@ -128,59 +158,34 @@ class RunState:
             return {"error": str(error)}
         return {"info": asdict(info), "progress": saved["progress"]}
 
-    def load_weights(self, info: CheckpointInfo, layer_range: range) -> None:
-        """Fill the weights of layers from a checkpoint."""
-        wanted = set(self._job.parameter_names(layer_range))
-        tensors: dict[str, Tensor] = {}
-        for index in layer_range:
-            for name, parameter in self._job.layers[index].named_parameters():
-                full = f"layers.{index}.{name}"
-                if full in wanted:
-                    tensors[f"model/{full}"] = parameter.data
-        if self._low_precision():
-            # Saved as the engine computes in; the engine casts again.
-            for name, saved in self._store.load_tensors(info, list(tensors)).items():
-                tensors[name].copy_(saved)
-        else:
-            self._store.load_into(info, tensors)
-
-    def _low_precision(self) -> bool:
-        return bool((self._job.config.deepspeed.get("bf16") or {}).get("enabled"))
-
-    def load_engine(self, info: CheckpointInfo, progress: Progress, engine: StageEngine) -> None:
-        """Set an engine's optimizer state and learning-rate schedule from a checkpoint."""
-        prefixes = [f"{section}/{n}" for section in ("optim", "master") for n in engine.names]
-        names = [
-            name
-            for name in self._store.names(info)
-            if name in prefixes or name.rpartition("/")[0] in prefixes
-        ]
-        engine.load_optimizer(self._store.load_tensors(info, names))
-        engine.load_schedule(progress.schedule)
-
-    def load_best(self, info: CheckpointInfo) -> dict[str, Tensor]:
-        """The weights of the best evaluation, by parameter name."""
-        names = [n for n in self._store.names(info) if n.startswith("best/")]
-        loaded = self._store.load_tensors(info, names)
-        return {name.removeprefix("best/"): value for name, value in loaded.items()}
+    def load_stage(self, info: CheckpointInfo, stage: int, progress: Progress) -> StageState:
+        """The state of a stage, whatever the cut that it was saved under."""
+        wanted = set(self._job.parameter_names(self._job.layout.layers_of(stage)))
+        names = []
+        for entry in self._store.names(info):
+            section, _, rest = entry.partition("/")
+            name = rest.rpartition("/")[0] if section == "optim" else rest
+            if name in wanted:
+                names.append(entry)
+        return StageState(self._store.load_tensors(info, names), progress.copy())
 
     def save(
         self,
         progress: Progress,
-        engines: Mapping[int, StageEngine],
-        best_weights: Mapping[str, Tensor],
+        states: Mapping[int, StageState],
+        comm: Communicator,
         on_warning: Callable[[str], None],
     ) -> CheckpointInfo:
         """Save and commit the run at ``progress.step``; every worker calls it.
 
         Raises:
-            CheckpointError: nothing was committed, on any worker.
+            CheckpointError: nothing was committed, on any worker. PeerLostError: a fault.
         """
         info = self._store.save(
             progress.step,
-            self._tensors(engines, best_weights),
-            self._record(progress),
-            exchange=SaveGroup(self._comm),
+            _tensors(states),
+            self._record(progress, comm),
+            exchange=SaveGroup(comm),
             retention=self._retention(progress),
             on_warning=on_warning,
         )
@@ -190,8 +195,8 @@ class RunState:
     def save_async(
         self,
         progress: Progress,
-        engines: Mapping[int, StageEngine],
-        best_weights: Mapping[str, Tensor],
+        states: Mapping[int, StageState],
+        comm: Communicator,
         on_warning: Callable[[str], None],
     ) -> PendingSave:
         """Begin to save the run at ``progress.step``; every worker calls it.
@@ -203,29 +208,23 @@ class RunState:
         Raises:
             PeerLostError: a fault was noticed while the earlier save was waited for.
         """
-        return self._store.save_async(
+        pending = self._store.save_async(
             progress.step,
-            self._tensors(engines, best_weights),
-            self._record(progress),
-            exchange=SaveGroup(self._comm),
+            _tensors(states),
+            self._record(progress, comm),
+            exchange=SaveGroup(comm),
             retention=self._retention(progress),
             on_warning=on_warning,
         )
+        self.last_saved = progress.step
+        return pending
 
-    def _tensors(
-        self, engines: Mapping[int, StageEngine], best_weights: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for _, engine in sorted(engines.items()):
-            tensors |= engine.state()
-        return tensors | {f"best/{name}": value for name, value in best_weights.items()}
-
-    def _record(self, progress: Progress) -> dict[str, Any]:
+    def _record(self, progress: Progress, comm: Communicator) -> dict[str, Any]:
         return {
             "identity": self._job.identity,
             "config": self._job.config.model_dump(mode="json"),
             "progress": progress.as_json(),
-            "workers": len(self._comm.workers),
+            "workers": len(comm.workers),
             "stages": self._job.layout.num_stages,
         }
 
@@ -233,3 +232,10 @@ class RunState:
         config = self._job.config.checkpoint
         pinned = frozenset([progress.best.step] if progress.best is not None else [])
         return Retention(config.keep, config.keep_every, pinned)
+
+
+def _tensors(states: Mapping[int, StageState]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for _, state in sorted(states.items()):
+        tensors |= state.tensors
+    return tensors

@@ -1,33 +1,41 @@
-"""Point-to-point transfers between stages over TCP, framed with their own shapes.
+"""Point-to-point transfers between workers over TCP, framed with their own shapes.
 
 Gloo's ``isend``/``irecv`` cannot be polled (their work objects complete only inside ``wait()``,
-which a stopped peer blocks for ever), so activations and their gradients travel here: one thread
-does all socket work, sends never block the caller, and a receive ends at once when the fault flag
-is set or the peer's connection breaks. Each connection carries frames one way, from the worker
-that opened it. A frame is a fixed header (generation, key, number of tensors), each tensor's dtype
-and shape, then the raw bytes.
+which a stopped peer blocks for ever), so activations, their gradients and states travel here: one
+thread does all socket work, sends never block the caller, and a receive ends at once when the
+fault flag is set. Every worker keeps a connection to every other one, whatever the generation:
+a connection that ends without a goodbye is a death notice that comes within a millisecond, and
+a peer from which nothing comes for the lease (idle connections carry heartbeats) is silent.
+
+Each connection carries frames one way, from the worker that opened it. A frame is a fixed header
+(generation, key, number of tensors), each tensor's dtype and shape, then the raw bytes. Frames of
+an older generation than the receiver's are dropped, those of a newer one wait for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import secrets
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from dtrain.errors import PeerLostError
 from dtrain.runtime.fault import FaultFlag
+from dtrain.scheduler.membership import Peer
 
 _MAGIC = 0x64_74_72_6E
-_HELLO = struct.Struct("<IQI32s")  # magic, generation, sender, token
+_HELLO = struct.Struct("<II32s32s")  # magic, worker, incarnation (hex digits), token
 _FRAME = struct.Struct("<IQQiIII")  # magic, generation, step, kind, stage, microbatch, tensors
 _TENSOR = struct.Struct("<BB8Q")  # dtype, dimensions, shape
 _DTYPES = (
@@ -40,13 +48,17 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_MAX_TENSORS = 1024
+_MAX_TENSORS = 1 << 16
 _MAX_BYTES = 1 << 40
 
 KIND_ACTIVATION = 0
 KIND_GRADIENT = 1
 KIND_WEIGHTS = 2
+KIND_STATE = 3
+KIND_NOTE = 4
+KIND_SNAPSHOT = 5
 _KIND_BYE = -1
+_KIND_HEARTBEAT = -2
 
 
 @dataclass(frozen=True)
@@ -68,16 +80,25 @@ class Address:
     token: str
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A peer that is gone; ``certain``: its process ended, else it is silent or unreachable."""
+
+    peer: Peer
+    reason: str
+    certain: bool
+
+
 @dataclass
 class _Incoming:
     sock: socket.socket
-    sender: int = -1
+    peer: Peer | None = None
     want: int = _HELLO.size
     state: str = "hello"
     buffer: bytearray = field(default_factory=lambda: bytearray(_HELLO.size))
     view: memoryview = field(default_factory=lambda: memoryview(b""))
     filled: int = 0
-    key: Key | None = None
+    key: tuple[int, Key] | None = None
     tensors: list[Tensor] = field(default_factory=list)
     pending: deque[tuple[memoryview, Tensor]] = field(default_factory=deque)
     count: int = 0
@@ -85,24 +106,39 @@ class _Incoming:
 
 @dataclass
 class _Outgoing:
+    peer: Peer
     sock: socket.socket
+    connected: bool = False
     queue: deque[memoryview] = field(default_factory=deque)
-    registered: bool = False
+    events: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+    sent_s: float = 0.0
 
 
 class Transport:
-    """The transfers of one worker in one generation."""
+    """One worker's connections, for as long as it lives.
 
-    def __init__(self, worker: int, host: str, fault: FaultFlag) -> None:
-        self._worker = worker
-        self._fault = fault
+    Args:
+        me: this worker's life. host: address to listen on. lease_s: how long a peer may be
+        silent. on_loss: called from the socket thread for each peer that is gone.
+    """
+
+    def __init__(
+        self, me: Peer, host: str, lease_s: float, on_loss: Callable[[Loss], None]
+    ) -> None:
+        self._me = me
+        self._lease_s = lease_s
+        self._on_loss = on_loss
         self._lock = threading.Lock()
-        self._mail: dict[Key, tuple[Tensor, ...]] = {}
-        self._incoming: dict[int, _Incoming] = {}
-        self._outgoing: dict[int, _Outgoing] = {}
-        self._peers: dict[int, Address] = {}
-        self._said_bye: set[int] = set()
-        self._generation = -1
+        self._mail: dict[tuple[int, Key], tuple[Tensor, ...]] = {}
+        self._incoming: dict[Peer, _Incoming] = {}
+        self._outgoing: dict[Peer, _Outgoing] = {}
+        self._wanted: deque[tuple[Peer, Address]] = deque()
+        self._heard_s: dict[Peer, float] = {}
+        self._lost: set[Peer] = set()
+        self._said_bye: set[Peer] = set()
+        self._generation = 0
+        self._fault = FaultFlag()
         self._closing = False
         self._token = secrets.token_hex(32)
         self._listener = socket.create_server((host, 0), backlog=256)
@@ -113,7 +149,7 @@ class Transport:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._loop, name="dtrain-transport", daemon=True)
-        self._started = False
+        self._thread.start()
 
     @property
     def address(self) -> Address:
@@ -121,102 +157,105 @@ class Transport:
         host, port = self._listener.getsockname()[:2]
         return Address(host, port, self._token)
 
-    def start(self, generation: int, peers: dict[int, Address]) -> None:
-        """Begin to serve ``generation``; ``peers`` maps every member to its address."""
-        self._generation = generation
-        self._peers = dict(peers)
-        self._started = True
-        self._thread.start()
+    def connect(self, peer: Peer, address: Address) -> None:
+        """Open the connection to ``peer`` unless there is one; returns at once."""
+        with self._lock:
+            if peer in self._outgoing or peer in self._lost or peer == self._me:
+                return
+            if any(p == peer for p, _ in self._wanted):
+                return
+            self._wanted.append((peer, address))
+        self._wake()
 
-    def send(self, to: int, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Queue tensors (any device, up to 8 dimensions) for worker ``to``; returns at once.
+    def enter(self, generation: int, fault: FaultFlag) -> None:
+        """Serve ``generation`` from now on; ``fault`` ends its waits."""
+        with self._lock:
+            self._generation = generation
+            self._fault = fault
+            for old in [k for k in self._mail if k[0] < generation]:
+                del self._mail[old]
+
+    def send(self, to: Peer, key: Key, tensors: Sequence[Tensor]) -> None:
+        """Queue tensors (any device, up to 8 dimensions) for ``to``; returns at once.
 
         The tensors must not be changed afterwards.
 
         Raises:
-            PeerLostError: the fault flag is set, or the peer cannot be reached.
+            PeerLostError: the fault flag is set, or the peer is gone.
         """
         self._fault.check()
         host_side = [t.detach().cpu().contiguous() for t in tensors]
-        if to == self._worker:
-            self._deliver(key, host_side)
+        if to == self._me:
+            self._deliver((self._generation, key), host_side)
             return
         parts = [memoryview(_header(self._generation, key, host_side))]
         parts += [_bytes_of(t) for t in host_side if t.numel()]
-        outgoing = self._outgoing.get(to) or self._connect(to)
         with self._lock:
-            outgoing.queue.extend(parts)
+            outgoing = self._outgoing.get(to)
+            if outgoing is not None and to not in self._lost:
+                outgoing.queue.extend(parts)
+        if outgoing is None or to in self._lost:
+            raise PeerLostError(f"worker {to.worker} is gone")
         self._wake()
 
     def receive(self, key: Key, timeout_s: float) -> tuple[Tensor, ...]:
-        """Wait for the tensors of ``key``.
+        """Wait for the tensors of ``key`` in the current generation.
 
         Raises:
             PeerLostError: a fault was noticed, or nothing came within ``timeout_s`` seconds.
         """
-        self._fault.wait_for(lambda: key in self._mail, timeout_s, f"waiting for {key}")
+        full = (self._generation, key)
+        self._fault.wait_for(lambda: full in self._mail, timeout_s, f"waiting for {key}")
         with self._lock:
-            return self._mail.pop(key)
+            return self._mail.pop(full)
+
+    def has(self, key: Key) -> bool:
+        """Whether the tensors of ``key`` in the current generation have come."""
+        return (self._generation, key) in self._mail
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send what is queued, say goodbye to every peer, and stop; idempotent."""
         if self._closing:
             return
-        if self._started and self._fault.reason is None:
-            bye = _header(self._generation, Key(_KIND_BYE, 0, 0), [])
-            with self._lock:
-                for outgoing in self._outgoing.values():
+        bye = _header(self._generation, Key(_KIND_BYE, 0, 0), [])
+        with self._lock:
+            for outgoing in self._outgoing.values():
+                if outgoing.events:
                     outgoing.queue.append(memoryview(bye))
         self._closing = True
-        if self._started:
-            self._wake()
-            self._thread.join(timeout_s)
-        else:
-            self._release()
-
-    def _connect(self, to: int) -> _Outgoing:
-        peer = self._peers[to]
-        try:
-            sock = socket.create_connection((peer.host, peer.port), timeout=10.0)
-        except OSError as error:
-            self._fault.set(f"worker {to} cannot be reached at {peer.host}:{peer.port} ({error})")
-            self._fault.check()
-            raise
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setblocking(False)
-        outgoing = _Outgoing(sock)
-        token = bytes.fromhex(peer.token)
-        outgoing.queue.append(
-            memoryview(_HELLO.pack(_MAGIC, self._generation, self._worker, token))
-        )
-        with self._lock:
-            self._outgoing[to] = outgoing
-        return outgoing
+        self._wake()
+        self._thread.join(timeout_s)
 
     def _wake(self) -> None:
         # A full wake pipe means that the thread has not run yet and will look anyway.
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError, OSError):
             self._wake_w.send(b"x", socket.MSG_DONTWAIT)
 
     def _loop(self) -> None:
+        deadline = None
         try:
             while True:
-                self._register_writers()
-                if self._closing and not any(o.queue for o in self._outgoing.values()):
-                    return
-                if self._closing and self._fault.reason is not None:
-                    return
-                for selected, _ in self._selector.select():
+                self._open_wanted()
+                self._update_interest()
+                if self._closing:
+                    deadline = deadline or time.monotonic() + 2.0
+                    waiting = any(
+                        o.queue and o.events and o.connected for o in self._outgoing.values()
+                    )
+                    if not waiting or time.monotonic() > deadline:
+                        return
+                for selected, mask in self._selector.select(self._lease_s / 5):
                     if selected.fileobj is self._wake_r:
                         self._drain_wakes()
-                    elif callable(selected.data):
-                        selected.data()
                     elif isinstance(selected.data, _Incoming):
                         self._read(selected.data)
+                    elif isinstance(selected.data, _Outgoing):
+                        self._serve_outgoing(selected.data, mask)
                     else:
-                        self._write(*selected.data)
+                        selected.data()
+                self._keep_alive()
         except Exception as error:
-            self._fault.set(f"transport of worker {self._worker} failed: {error!r}")
+            self._fault.set(f"transport of worker {self._me.worker} failed: {error!r}")
             raise
         finally:
             self._release()
@@ -226,24 +265,78 @@ class Transport:
             while self._wake_r.recv(4096):
                 pass
 
-    def _register_writers(self) -> None:
+    # Connections that this worker opens
+
+    def _open_wanted(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    return
+                peer, address = self._wanted.popleft()
+            sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            outgoing = _Outgoing(peer, sock)
+            hello = _HELLO.pack(
+                _MAGIC,
+                self._me.worker,
+                self._me.incarnation.encode()[:32],
+                bytes.fromhex(address.token),
+            )
+            outgoing.queue.append(memoryview(hello))
+            code = sock.connect_ex((address.host, address.port))
+            with self._lock:
+                self._outgoing[peer] = outgoing
+            if code not in (0, errno.EINPROGRESS):
+                self._lose(peer, f"cannot be reached ({errno.errorcode.get(code, code)})", False)
+                continue
+            outgoing.events = selectors.EVENT_WRITE | selectors.EVENT_READ
+            self._selector.register(sock, outgoing.events, outgoing)
+
+    def _update_interest(self) -> None:
         with self._lock:
-            waiting = [(to, o) for to, o in self._outgoing.items() if o.queue and not o.registered]
-        for to, outgoing in waiting:
-            self._selector.register(outgoing.sock, selectors.EVENT_WRITE, (to, outgoing))
-            outgoing.registered = True
+            for outgoing in self._outgoing.values():
+                if not outgoing.events:
+                    continue
+                wanted = selectors.EVENT_READ
+                if outgoing.queue or not outgoing.connected:
+                    wanted |= selectors.EVENT_WRITE
+                if wanted != outgoing.events:
+                    outgoing.events = wanted
+                    self._selector.modify(outgoing.sock, wanted, outgoing)
 
-    def _accept(self) -> None:
+    def _serve_outgoing(self, outgoing: _Outgoing, mask: int) -> None:
+        peer = outgoing.peer
+        if not outgoing.connected:
+            code = outgoing.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                certain = code == errno.ECONNREFUSED
+                self._lose(peer, f"cannot be reached ({errno.errorcode.get(code, code)})", certain)
+                return
+            if not mask & selectors.EVENT_WRITE:
+                return
+            outgoing.connected = True
+            outgoing.sent_s = time.monotonic()
+            self._heard_s.setdefault(peer, time.monotonic())
         try:
-            sock, _ = self._listener.accept()
+            if mask & selectors.EVENT_READ and outgoing.sock.recv(1) == b"":
+                self._outgoing_ended(outgoing)
+                return
         except BlockingIOError:
+            pass
+        except OSError:
+            self._outgoing_ended(outgoing)
             return
-        sock.setblocking(False)
-        incoming = _Incoming(sock)
-        incoming.view = memoryview(incoming.buffer)
-        self._selector.register(sock, selectors.EVENT_READ, incoming)
+        if mask & selectors.EVENT_WRITE:
+            self._write(outgoing)
 
-    def _write(self, to: int, outgoing: _Outgoing) -> None:
+    def _outgoing_ended(self, outgoing: _Outgoing) -> None:
+        """The peer closed its receiving side; its own connection to us tells whether it is dead."""
+        self._forget_outgoing(outgoing)
+        if outgoing.peer not in self._incoming and outgoing.peer not in self._said_bye:
+            self._lose(outgoing.peer, "closed its connection", True)
+
+    def _write(self, outgoing: _Outgoing) -> None:
         try:
             while outgoing.queue:
                 part = outgoing.queue[0]
@@ -252,48 +345,98 @@ class Transport:
                     outgoing.queue.popleft()
                 else:
                     outgoing.queue[0] = part[sent:]
+                outgoing.sent_s = time.monotonic()
         except BlockingIOError:
             return
-        except OSError as error:
+        except OSError:
+            self._outgoing_ended(outgoing)
+
+    def _forget_outgoing(self, outgoing: _Outgoing) -> None:
+        if outgoing.events:
             self._selector.unregister(outgoing.sock)
-            outgoing.queue.clear()
-            self._fault.set(f"connection to worker {to} broke ({error})")
+            outgoing.events = 0
+        outgoing.queue.clear()
+        outgoing.sock.close()
+
+    def _keep_alive(self) -> None:
+        """Beat on idle connections; report peers that have been silent for the lease."""
+        now = time.monotonic()
+        for outgoing in list(self._outgoing.values()):
+            if not outgoing.events:
+                continue
+            if not outgoing.connected:
+                if now - outgoing.began_s > self._lease_s:
+                    self._lose(outgoing.peer, "does not answer", False)
+            elif not outgoing.queue and now - outgoing.sent_s > self._lease_s / 5:
+                beat = _header(0, Key(_KIND_HEARTBEAT, 0, 0), [])
+                with self._lock:
+                    outgoing.queue.append(memoryview(beat))
+        for peer, heard_s in list(self._heard_s.items()):
+            if now - heard_s > self._lease_s and peer not in self._said_bye:
+                self._lose(peer, f"was silent for {self._lease_s:g} s", False)
+
+    # Connections that others open
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
             return
-        self._selector.unregister(outgoing.sock)
-        outgoing.registered = False
+        sock.setblocking(False)
+        incoming = _Incoming(sock)
+        incoming.view = memoryview(incoming.buffer)
+        self._selector.register(sock, selectors.EVENT_READ, incoming)
 
     def _read(self, incoming: _Incoming) -> None:
         try:
             while True:
                 got = incoming.sock.recv_into(incoming.view[incoming.filled :])
                 if got == 0:
-                    self._lost(incoming, "closed its connection")
+                    self._incoming_ended(incoming, "closed its connection")
                     return
+                if incoming.peer is not None:
+                    self._heard_s[incoming.peer] = time.monotonic()
                 incoming.filled += got
                 if incoming.filled == incoming.want and not self._advance(incoming):
                     return
         except BlockingIOError:
             return
         except OSError as error:
-            self._lost(incoming, f"broke its connection ({error})")
+            self._incoming_ended(incoming, f"broke its connection ({error.strerror})")
+
+    def _incoming_ended(self, incoming: _Incoming, how: str) -> None:
+        self._selector.unregister(incoming.sock)
+        incoming.sock.close()
+        peer = incoming.peer
+        if peer is not None and self._incoming.get(peer) is incoming:
+            del self._incoming[peer]
+            if peer not in self._said_bye and not self._closing:
+                self._lose(peer, how, True)
+            self._heard_s.pop(peer, None)
 
     def _advance(self, incoming: _Incoming) -> bool:
         """Go on after a complete part; False if the connection was dropped."""
         if incoming.state == "hello":
-            magic, generation, sender, token = _HELLO.unpack(incoming.buffer)
+            magic, worker, incarnation, token = _HELLO.unpack(incoming.buffer)
             genuine = hmac.compare_digest(token, bytes.fromhex(self._token))
-            if magic != _MAGIC or generation != self._generation or not genuine:
-                # A stranger, or a worker of another generation: nothing it says counts.
-                self._drop(incoming)
+            if magic != _MAGIC or not genuine:
+                # A stranger: nothing it says counts.
+                self._incoming_ended(incoming, "is a stranger")
                 return False
-            incoming.sender = sender
-            self._incoming[sender] = incoming
+            peer = Peer(worker, incarnation.rstrip(b"\0").decode("ascii", "replace"))
+            if peer in self._lost:
+                self._incoming_ended(incoming, "came back after it was lost")
+                return False
+            incoming.peer = peer
+            self._incoming[peer] = incoming
+            self._heard_s[peer] = time.monotonic()
             self._expect(incoming, "frame", _FRAME.size)
             return True
         if incoming.state == "frame":
             return self._begin_frame(incoming)
         if incoming.state == "shapes":
-            self._begin_payload(incoming)
+            if not self._begin_payload(incoming):
+                return False
         else:
             incoming.pending.popleft()
         self._next_payload(incoming)
@@ -301,14 +444,15 @@ class Transport:
 
     def _begin_frame(self, incoming: _Incoming) -> bool:
         magic, generation, step, kind, stage, microbatch, count = _FRAME.unpack(incoming.buffer)
-        if magic != _MAGIC or generation != self._generation or count > _MAX_TENSORS:
-            self._lost(incoming, "sent a malformed frame")
+        if magic != _MAGIC or count > _MAX_TENSORS:
+            self._incoming_ended(incoming, "sent a malformed frame")
             return False
-        if kind == _KIND_BYE:
-            self._said_bye.add(incoming.sender)
+        if kind in (_KIND_BYE, _KIND_HEARTBEAT):
+            if kind == _KIND_BYE and incoming.peer is not None:
+                self._said_bye.add(incoming.peer)
             self._expect(incoming, "frame", _FRAME.size)
             return True
-        incoming.key = Key(kind, step, stage, microbatch)
+        incoming.key = (generation, Key(kind, step, stage, microbatch))
         incoming.count = count
         if count:
             self._expect(incoming, "shapes", count * _TENSOR.size)
@@ -317,16 +461,21 @@ class Transport:
             self._next_payload(incoming)
         return True
 
-    def _begin_payload(self, incoming: _Incoming) -> None:
+    def _begin_payload(self, incoming: _Incoming) -> bool:
         incoming.tensors = []
         for i in range(incoming.count):
             code, ndim, *shape = _TENSOR.unpack_from(incoming.buffer, i * _TENSOR.size)
+            numel = 1
+            for size in shape[:ndim]:
+                numel *= size
+            if code >= len(_DTYPES) or ndim > 8 or numel > _MAX_BYTES:
+                self._incoming_ended(incoming, "sent a malformed frame")
+                return False
             tensor = torch.empty(shape[:ndim], dtype=_DTYPES[code])
-            if tensor.nbytes > _MAX_BYTES:
-                raise ValueError(f"frame of {tensor.nbytes} bytes")
             incoming.tensors.append(tensor)
             if tensor.numel():
                 incoming.pending.append((_bytes_of(tensor), tensor))
+        return True
 
     def _next_payload(self, incoming: _Incoming) -> None:
         if incoming.pending:
@@ -346,20 +495,29 @@ class Transport:
         incoming.buffer = bytearray(size)
         incoming.view = memoryview(incoming.buffer)
 
-    def _deliver(self, key: Key, tensors: Sequence[Tensor]) -> None:
+    def _deliver(self, key: tuple[int, Key], tensors: Sequence[Tensor]) -> None:
         with self._lock:
+            if key[0] < self._generation:
+                return
             self._mail[key] = tuple(tensors)
-        self._fault.notify()
+            fault = self._fault
+        fault.notify()
 
-    def _lost(self, incoming: _Incoming, what: str) -> None:
-        self._drop(incoming)
-        expected = incoming.sender in self._said_bye or incoming.sender < 0
-        if not expected and not self._closing:
-            self._fault.set(f"worker {incoming.sender} {what}")
-
-    def _drop(self, incoming: _Incoming) -> None:
-        self._selector.unregister(incoming.sock)
-        incoming.sock.close()
+    def _lose(self, peer: Peer, reason: str, certain: bool) -> None:
+        """A peer is gone: nothing more is taken from this life of it, nothing sent to it."""
+        with self._lock:
+            if peer in self._lost or self._closing:
+                return
+            self._lost.add(peer)
+            outgoing = self._outgoing.get(peer)
+        self._heard_s.pop(peer, None)
+        if outgoing is not None:
+            self._forget_outgoing(outgoing)
+        incoming = self._incoming.pop(peer, None)
+        if incoming is not None:
+            self._selector.unregister(incoming.sock)
+            incoming.sock.close()
+        self._on_loss(Loss(peer, reason, certain))
 
     def _release(self) -> None:
         for registered in list(self._selector.get_map().values()):

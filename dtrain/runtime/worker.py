@@ -1,57 +1,43 @@
-"""One worker's life: join a generation, restore, run steps as transactions, evaluate, leave."""
+"""One worker's life: generation after generation until the run is done."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from dtrain.checkpoint import CheckpointError, weights_sha256
 from dtrain.config import Config
-from dtrain.errors import PeerLostError, ShutdownError
-from dtrain.evaluate import evaluate
-from dtrain.models.build import build_layers
-from dtrain.runfolder import RunFolder, RunRecord, versions
-from dtrain.runtime.comm import (
-    MAX,
-    Communicator,
-    Generation,
-    Member,
-    connect_store,
-    join_generation,
-)
-from dtrain.runtime.compute import StageCompute
-from dtrain.runtime.deepspeed_backend import install_backend
-from dtrain.runtime.engine import StageEngine
-from dtrain.runtime.fault import FaultFlag
-from dtrain.runtime.inputs import InputFetcher, Prefetcher
+from dtrain.deepspeed_options import zero_stage
+from dtrain.errors import EvictedError, LeftError, PeerLostError, ShutdownError, StoreLostError
+from dtrain.faults.injector import Injector
+from dtrain.runfolder import RunFolder
+from dtrain.runtime.comm import first_line
+from dtrain.runtime.generation import Generation, Holdings, Surroundings
+from dtrain.runtime.heartbeat import Heartbeat
+from dtrain.runtime.membership import Roster
 from dtrain.runtime.reporting import ProgressReport
-from dtrain.runtime.setup import Job, prepare_job
+from dtrain.runtime.setup import prepare_job
 from dtrain.runtime.spec import TrainerSpec
-from dtrain.runtime.state import Best, Progress, RunState
-from dtrain.runtime.transaction import Outcome, StepTransaction
-from dtrain.runtime.transport import KIND_WEIGHTS, Key, Transport
-from dtrain.scheduler import Plan, make_plan
+from dtrain.runtime.state import Checkpoints
+from dtrain.runtime.store_log import StoreLog
+from dtrain.runtime.training import Training
+from dtrain.runtime.transport import Loss, Transport
+from dtrain.scheduler.membership import MembershipPolicy, Peer
 
-# Groups of a broken generation: their destructors may block for as long as a peer is stopped.
-_parked: list[object] = []
+_STORE_CALL_S = 10.0
 
 
-def trainer_main(spec: TrainerSpec) -> None:
+def trainer_main(spec: TrainerSpec, heartbeat: Heartbeat | None = None) -> None:
     """Train as worker ``spec.worker`` until the run is done.
 
     Raises:
-        DtrainError: bad input. PeerLostError: another worker is gone; the run can be resumed.
-        ShutdownError: SIGTERM came, the run was saved at a step boundary and can be resumed.
+        DtrainError: bad input. EvictedError: the others went on without this life of the worker.
+        StoreLostError: the job's store is gone and the membership changed. LeftError: SIGTERM came
+            and the others go on. ShutdownError: all leave; the run was saved and can be resumed.
     """
     leaving = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
@@ -60,61 +46,129 @@ def trainer_main(spec: TrainerSpec) -> None:
     torch.use_deterministic_algorithms(True)
     # The default also fills all uninitialised memory, such as DeepSpeed's buckets of gigabytes.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    folder = RunFolder(spec.run_dir)
-    job = prepare_job(config, spec.local_rank)
-    fault = FaultFlag()
-    generation, transport, store = _join(spec, config, fault)
-    plan = make_plan(job.layout, sorted(generation.members), generation.number)
-    comm = Communicator(
-        generation,
-        spec.worker,
-        plan.holders,
-        store,
-        transport,
-        fault,
-        config.parallel.timeout_s,
-    )
-    folder.event(
-        "worker_started",
-        worker=spec.worker,
-        reason=f"joined generation {generation.number}",
-        node=spec.node,
-        pid=os.getpid(),
-        supervisor_pid=spec.supervisor_pid,
-        incarnation=spec.incarnation,
-        generation=generation.number,
-    )
-    try:
-        _Run(spec, job, plan, comm, folder, leaving).run()
-    except ShutdownError:
-        comm.close()
-        raise
-    except BaseException as error:
-        _parked.append(comm)
-        reason = f"worker {spec.worker}: {str(error).splitlines()[0] if str(error) else error!r}"
-        if not isinstance(error, PeerLostError) or fault.reason is None:
-            reason = f"{type(error).__name__} in {reason}"
-        folder.event("worker_failed", worker=spec.worker, reason=reason)
-        _tell(comm, reason)
-        raise
-    comm.close()
+    _Life(spec, config, heartbeat or Heartbeat(), leaving).run()
 
 
-def _tell(comm: Communicator, reason: str) -> None:
-    """Post a fault, unless the store does not answer: then the others notice it by themselves."""
-    done = threading.Thread(target=comm.post_fault, args=(reason,), daemon=True)
-    done.start()
-    done.join(2.0)
+class _Life:
+    """A trainer from its start to its end."""
 
+    def __init__(
+        self, spec: TrainerSpec, config: Config, heartbeat: Heartbeat, leaving: threading.Event
+    ) -> None:
+        self._spec = spec
+        self._config = config
+        self._leaving = leaving
+        self._folder = RunFolder(spec.run_dir)
+        heartbeat.phase("setup", 0)
+        job = prepare_job(config, spec.local_rank)
+        injector = Injector.from_config(
+            config,
+            spec.worker,
+            spec.incarnation,
+            spec.run_dir,
+            world_size=spec.world_size,
+            supervisor_pid=spec.supervisor_pid,
+        )
+        log = StoreLog(
+            spec.store_host,
+            spec.store_port,
+            hosts_it=spec.host_store,
+            timeout_s=config.parallel.timeout_s,
+            call_s=_STORE_CALL_S,
+        )
+        me = Peer(spec.worker, spec.incarnation)
+        self._roster: Roster | None = None
+        transport = Transport(
+            me, _own_host(spec.store_host, spec.store_port), config.robust.lease_s, self._lost
+        )
+        policy = MembershipPolicy(
+            world_size=spec.world_size,
+            min_workers=config.parallel.min_workers,
+            gather_s=config.parallel.timeout_s,
+            split_s=config.robust.lease_s,
+        )
+        roster = Roster(me, spec.node, policy, log, transport, self._event)
+        self._roster = roster
+        url = config.checkpoint.url or str(self._folder.checkpoints)
+        self._around = Surroundings(
+            me,
+            spec.node,
+            job,
+            log,
+            transport,
+            roster,
+            Checkpoints(url, job, injector.checkpoint_point),
+            heartbeat,
+            injector,
+        )
+        self._holdings = Holdings()
+        self._sharded = zero_stage(config.deepspeed) > 0
+        self._report = ProgressReport(job.total_steps, shown=spec.progress)
 
-def _join(
-    spec: TrainerSpec, config: Config, fault: FaultFlag
-) -> tuple[Generation, Transport, object]:
-    timeout_s = config.parallel.timeout_s
-    store = connect_store(spec.store_host, spec.store_port, spec.host_store, timeout_s)
-    transport = Transport(spec.worker, _own_host(spec.store_host, spec.store_port), fault)
-    me = Member(spec.worker, spec.incarnation, transport.address)
-    return join_generation(store, me, spec.world_size, fault, timeout_s), transport, store
+    def _lost(self, loss: Loss) -> None:
+        if self._roster is not None:
+            self._roster.lost(loss)
+
+    def _event(self, kind: str, reason: str, **fields: object) -> None:
+        self._folder.event(kind, worker=self._spec.worker, reason=reason, **fields)
+
+    def run(self) -> None:
+        """Enter generations until one of them finishes the run."""
+        around, reason = self._around, "started"
+        self._event(
+            "worker_started",
+            "ready to join",
+            node=self._spec.node,
+            pid=os.getpid(),
+            supervisor_pid=self._spec.supervisor_pid,
+            incarnation=self._spec.incarnation,
+        )
+        around.injector.reach("join", 0)
+        try:
+            with self._report:
+                while True:
+                    done, reason = self._generation(reason)
+                    if done:
+                        break
+            around.transport.close()
+        except (LeftError, ShutdownError):
+            around.transport.close()
+            raise
+        except (EvictedError, StoreLostError) as error:
+            self._event("worker_failed", str(error))
+            raise
+        finally:
+            around.roster.stop()
+
+    def _generation(self, reason: str) -> tuple[bool, str]:
+        """One generation; whether the run is done, and else why a new one is needed."""
+        around, holdings = self._around, self._holdings
+        announcement = holdings.announcement(around.me, sharded=self._sharded)
+        around.heartbeat.phase("agreeing", holdings.progress.step, waiting=True)
+        agreement = around.roster.agree(announcement, reason, holdings.vote(), holdings.plan)
+        generation = Generation(around, holdings, agreement)
+        training = Training(
+            self._spec, generation, self._folder, self._report, self._leaving, self._sharded
+        )
+        try:
+            generation.form()
+            return training.run()
+        except PeerLostError as error:
+            noticed = time.perf_counter()
+            why = generation.fault.reason or first_line(error)
+            generation.fault.set(why)
+            self._event("generation_broke", why, generation=generation.number)
+            around.roster.post_broken(generation.number, why)
+            if generation.comm is not None:
+                generation.comm.abandon()
+            training.stop()
+            around.transport.enter(generation.number + 1, generation.fault)
+            self._holdings.broke_s = noticed
+            return False, why
+        except Exception as error:
+            # The others must not wait for this worker, whatever it died of.
+            self._event("worker_failed", f"{type(error).__name__}: {first_line(error)}")
+            raise
 
 
 def _own_host(store_host: str, store_port: int) -> str:
@@ -124,331 +178,3 @@ def _own_host(store_host: str, store_port: int) -> str:
         # Connecting a datagram socket sends nothing; it only picks the route.
         probe.connect(family[4])
         return str(probe.getsockname()[0])
-
-
-@dataclass
-class _Counters:
-    """What only the leader keeps for the run's record."""
-
-    began: float = field(default_factory=time.monotonic)
-    step_times_s: list[float] = field(default_factory=list)
-    steps_lost: int = 0
-    generations: int = 1
-    loss: float | None = None
-
-
-class _Run:
-    """The steps of one worker under one plan."""
-
-    def __init__(
-        self,
-        spec: TrainerSpec,
-        job: Job,
-        plan: Plan,
-        comm: Communicator,
-        folder: RunFolder,
-        leaving: threading.Event,
-    ) -> None:
-        self.spec, self.job, self.plan, self.comm = spec, job, plan, comm
-        self.folder, self.leaving = folder, leaving
-        self.leads = spec.worker == plan.workers[0]
-        url = job.config.checkpoint.url or str(folder.checkpoints)
-        self.state = RunState(url, job, comm, self.leads)
-        self.progress = Progress()
-        self.best_weights: dict[str, Tensor] = {}
-        self.engines: dict[int, StageEngine] = {}
-        self.counters = _Counters()
-
-    def run(self) -> None:
-        """Restore, train, evaluate, report."""
-        if self.leads:
-            self._announce()
-        self._restore()
-        source, config = self.job.source, self.job.config
-        fetcher = InputFetcher(source, self.job.store, self.plan, self.spec.worker, self.job.device)
-        computes = {
-            s: StageCompute(
-                engine,
-                self.job.layout.layers_of(s),
-                config.seed,
-                is_last=s == self.plan.num_stages - 1,
-            )
-            for s, engine in self.engines.items()
-        }
-        steps = range(self.progress.step, self.job.total_steps)
-        prefetcher = Prefetcher(
-            fetcher, source, steps, len(fetcher.order) + 1, self.comm.fault, self.comm.timeout_s
-        )
-        transaction = StepTransaction(
-            self.plan,
-            self.spec.worker,
-            self.comm,
-            self.engines,
-            computes,
-            source,
-            prefetcher,
-            self.job.parameter_stage(),
-        )
-        shown = self.spec.progress and self.leads
-        try:
-            with ProgressReport(self.job.total_steps, self.progress.step, shown=shown) as report:
-                for step in steps:
-                    outcome = transaction.run(step, leaving=self.leaving.is_set())
-                    self._committed(outcome, report)
-        finally:
-            prefetcher.close()
-        self._finish()
-
-    def _announce(self) -> None:
-        previous = self.folder.read_run()
-        if previous is not None:
-            self.counters.generations = previous.generations + 1
-        self.folder.event(
-            "generation_started",
-            worker=self.spec.worker,
-            reason=self.plan.reason,
-            generation=self.plan.generation,
-            workers=list(self.plan.workers),
-            holders=[list(h) for h in self.plan.holders],
-            executors=[list(e) for e in self.plan.executors],
-            plan=self.plan.describe(),
-        )
-
-    def _event(self, kind: str, reason: str, **fields: object) -> None:
-        self.folder.event(kind, worker=self.spec.worker, reason=reason, **fields)
-
-    def _restore(self) -> None:
-        found = self.state.find(lambda message: self._event("checkpoint_skipped", message))
-        held = self.plan.stages_held(self.spec.worker)
-        if found is not None:
-            info, self.progress = found
-            for stage in held:
-                self.state.load_weights(info, self.job.layout.layers_of(stage))
-            if self.leads and self.progress.best is not None:
-                self.best_weights = self.state.load_best(info)
-        backend = install_backend(self.comm)
-        for stage in held:
-            engine = StageEngine(
-                stage,
-                {i: self.job.layers[i] for i in self.job.layout.layers_of(stage)},
-                self.job.config.deepspeed,
-                self.job.config.train.weight_decay_layers,
-                self.comm,
-                backend,
-                contributes=self.plan.holders[stage][0] == self.spec.worker,
-                device=self.job.device,
-            )
-            self.engines[stage] = engine
-            if found is not None:
-                self.state.load_engine(found[0], self.progress, engine)
-        if self.leads:
-            self._tell_resumed(found is not None)
-
-    def _tell_resumed(self, resumed: bool) -> None:
-        if resumed:
-            known = [m["step"] for m in self.folder.metrics() if "loss" in m]
-            self.counters.steps_lost = max(0, max(known, default=0) - self.progress.step)
-            self._event(
-                "resumed",
-                f"newest intact checkpoint at {self.state.url} is of step {self.progress.step}",
-                step=self.progress.step,
-                steps_lost=self.counters.steps_lost,
-            )
-        self.folder.write_run(self._record("running"))
-
-    def _committed(self, outcome: Outcome, report: ProgressReport) -> None:
-        """Book a committed step; save, evaluate and leave where it is time."""
-        self.progress.step = outcome.step + 1
-        self.progress.seeds_trained += outcome.seeds
-        done, config = self.progress.step, self.job.config
-        if self.leads:
-            self.counters.loss = outcome.loss
-            self.counters.step_times_s.append(outcome.step_time_s)
-            self.folder.metric(
-                step=done,
-                epoch=self.job.source.epoch_of(outcome.step),
-                loss=outcome.loss,
-                grad_norm=outcome.norm,
-                lr=self._learning_rate(),
-                seeds=outcome.seeds,
-                step_time_s=outcome.step_time_s,
-            )
-            report.step(done, outcome.loss)
-        epochs, rest = divmod(done, self.job.source.steps_per_epoch)
-        every = config.eval.every_epochs
-        if every and not rest and epochs % every == 0 and done < self.job.total_steps:
-            self._evaluate(report.say)
-        every = config.checkpoint.every_steps
-        if outcome.stop or (every and done % every == 0 and done < self.job.total_steps):
-            self._save(must=outcome.stop)
-        if outcome.stop:
-            if self.leads:
-                self.folder.write_run(self._record("stopped"))
-            self._event("worker_stopped", f"SIGTERM came; saved at step {done}", step=done)
-            raise ShutdownError(
-                f"stopped on request after step {done}; the same command resumes from there"
-            )
-
-    def _learning_rate(self) -> float:
-        return next((e.learning_rate for e in self.engines.values() if e.names), 0.0)
-
-    def _save(self, *, must: bool) -> None:
-        if self.state.last_saved == self.progress.step:
-            return
-        engine = next((e for e in self.engines.values() if e.names), None)
-        self.progress.schedule = engine.schedule_state() if engine is not None else {}
-        began = time.perf_counter()
-        try:
-            info = self.state.save(
-                self.progress,
-                self.engines,
-                self.best_weights,
-                lambda message: self._event("checkpoint_warning", message),
-            )
-        except CheckpointError as error:
-            if self.leads:
-                self._event("checkpoint_failed", str(error), step=self.progress.step)
-            if must:
-                raise
-            return
-        if self.leads:
-            took = time.perf_counter() - began
-            self._event(
-                "checkpoint_saved",
-                f"{info.name} committed at {self.state.url}",
-                step=self.progress.step,
-                seconds=round(took, 4),
-            )
-
-    def _weights(self) -> dict[str, Tensor] | None:
-        """On the leader all parameters by name; each comes from its stage's first holder."""
-        weights: dict[str, Tensor] = {}
-        leader = self.plan.workers[0]
-        for stage in range(self.plan.num_stages):
-            owner = self.plan.holders[stage][0]
-            key = Key(KIND_WEIGHTS, self.progress.step, stage)
-            names = self.job.parameter_names(self.job.layout.layers_of(stage))
-            if owner == self.spec.worker:
-                own = self.engines[stage].weights()
-                if self.leads:
-                    weights |= own
-                else:
-                    self.comm.transport.send(leader, key, list(own.values()))
-            elif self.leads:
-                received = self.comm.transport.receive(key, self.comm.timeout_s)
-                weights |= dict(zip(names, received, strict=True))
-        return weights if self.leads else None
-
-    def _evaluate(
-        self, say: Callable[[str], None]
-    ) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]] | None:
-        """Metrics of all splits and the weights, on the leader; None on the others."""
-        weights = self._weights()
-        if weights is None:
-            return None
-        metrics = self._metrics(weights)
-        config = self.job.config.eval
-        self.folder.metric(
-            step=self.progress.step, **{split: dict(m) for split, m in metrics.items()}
-        )
-        value = metrics["val"].get(config.metric)
-        if config.select == "best" and value is not None:
-            value = -value if config.metric == "loss" else value
-            if self.progress.best is None or value > self.progress.best.value:
-                self.progress.best = Best(self.progress.step, value, metrics)
-                self.best_weights = weights
-        shown = f"{config.metric} train {_show(metrics, 'train', config.metric)}"
-        say(
-            f"step {self.progress.step}: {shown} val {_show(metrics, 'val', config.metric)} "
-            f"test {_show(metrics, 'test', config.metric)}"
-        )
-        return metrics, weights
-
-    def _metrics(self, weights: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-        config, meta = self.job.config, self.job.store.meta
-        layers = build_layers(config.model, meta.num_features, meta.num_classes, config.seed)
-        for index, layer in enumerate(layers):
-            for name, parameter in layer.named_parameters():
-                value = weights.get(f"layers.{index}.{name}")
-                if value is not None:
-                    parameter.data.copy_(value)
-        return evaluate(
-            layers,
-            self.job.store,
-            config.data.split,
-            chunk_nodes=config.eval.chunk_nodes,
-            workdir=self.folder.path,
-        )
-
-    def _finish(self) -> None:
-        """Final metrics, checkpoint and record."""
-        self._check_holders()
-        found = self._evaluate(lambda _: None)
-        self._save(must=True)
-        if found is None:
-            return
-        metrics, weights = found
-        if self.job.config.eval.select == "best" and self.progress.best is not None:
-            metrics = self.progress.best.metrics
-        record = self._record("done", metrics, weights_sha256(weights))
-        self.folder.write_run(record)
-        self._event("run_done", f"{record.steps} steps committed", step=record.steps)
-        self.folder.close()
-        if self.spec.json_output:
-            print(json.dumps(asdict(record)), flush=True)
-        else:
-            print(_summary(record, self.job.config.eval.metric), flush=True)
-
-    def _check_holders(self) -> None:
-        """All holders of a stage must hold the same bits; anything else is a bug of ours."""
-        for stage, engine in sorted(self.engines.items()):
-            digest = int(weights_sha256(engine.weights())[:12], 16)
-            both = torch.tensor([digest, -digest], dtype=torch.float64)
-            largest = self.comm.all_reduce(both, MAX, self.comm.stage_groups[stage]).tolist()
-            if largest[0] != -largest[1]:
-                raise AssertionError(f"holders of stage {stage} differ after the last step")
-
-    def _record(
-        self,
-        status: str,
-        metrics: dict[str, dict[str, float]] | None = None,
-        sha256: str | None = None,
-    ) -> RunRecord:
-        from dtrain.config import identity_digest
-
-        times = self.counters.step_times_s
-        device = self.job.device
-        return RunRecord(
-            status=status,
-            steps=self.progress.step,
-            epochs=self.progress.step // self.job.source.steps_per_epoch,
-            loss=self.counters.loss,
-            metrics=metrics or {},
-            weights_sha256=sha256,
-            workers=len(self.plan.workers),
-            generations=self.counters.generations,
-            steps_replayed=0,
-            steps_lost=self.counters.steps_lost,
-            seeds_trained=self.progress.seeds_trained,
-            step_time_p50_s=float(np.percentile(times, 50)) if times else None,
-            step_time_p90_s=float(np.percentile(times, 90)) if times else None,
-            wall_s=time.monotonic() - self.counters.began,
-            dataset_fingerprint=self.job.store.fingerprint,
-            identity=identity_digest(self.job.identity),
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            versions=versions(),
-            run_dir=str(self.folder.path),
-        )
-
-
-def _show(metrics: dict[str, dict[str, float]], split: str, name: str) -> str:
-    value = metrics[split].get(name)
-    return "-" if value is None else f"{value:.4f}"
-
-
-def _summary(record: RunRecord, metric: str) -> str:
-    parts = [f"{s} {metric} {_show(record.metrics, s, metric)}" for s in ("test", "val", "train")]
-    return (
-        f"done: {record.steps} steps, {', '.join(parts)}\n"
-        f"weights_sha256 {record.weights_sha256}\nrun folder {record.run_dir}"
-    )

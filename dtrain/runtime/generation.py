@@ -1,0 +1,342 @@
+"""One generation of one worker: from the agreement to the engines, and the steps under one plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtrain.checkpoint import CheckpointInfo
+from dtrain.deepspeed_options import zero_stage
+from dtrain.errors import DtrainError
+from dtrain.faults.injector import Injector
+from dtrain.runtime.comm import Communicator, reap_parked
+from dtrain.runtime.compute import StageCompute
+from dtrain.runtime.deepspeed_backend import install_backend
+from dtrain.runtime.engine import StageEngine
+from dtrain.runtime.fault import FaultFlag
+from dtrain.runtime.heartbeat import Heartbeat
+from dtrain.runtime.inputs import InputFetcher, Prefetcher
+from dtrain.runtime.membership import Agreement, Roster
+from dtrain.runtime.setup import Job
+from dtrain.runtime.state import Checkpoints, Progress, StageState, pack_json, unpack_json
+from dtrain.runtime.store_log import StoreLog
+from dtrain.runtime.transaction import Links, StepTransaction
+from dtrain.runtime.transport import KIND_NOTE, KIND_STATE, Key, Transport
+from dtrain.scheduler import Plan, make_plan, replan
+from dtrain.scheduler.membership import Announcement, Peer
+from dtrain.scheduler.recovery import Settlement, settle, transfers
+
+
+@dataclass
+class Holdings:
+    """What a worker has in memory that outlives a generation.
+
+    ``engines`` and ``transaction`` are those of the newest generation that was formed; ``best`` its
+    stages' weights at the best evaluation; ``snapshots``: (step, stage) -> state.
+    """
+
+    progress: Progress = field(default_factory=Progress)
+    plan: Plan | None = None
+    engines: dict[int, StageEngine] = field(default_factory=dict)
+    transaction: StepTransaction | None = None
+    best: dict[int, dict[str, Any]] = field(default_factory=dict)
+    snapshots: dict[tuple[int, int], StageState] = field(default_factory=dict)
+    last_vote: tuple[float, float] | None = None
+    broke_s: float | None = None
+
+    def state(self, stage: int) -> StageState:
+        """The state of a held stage as it is now; the tensors are the live ones."""
+        tensors = dict(self.engines[stage].state())
+        tensors |= {f"best/{name}": value for name, value in self.best.get(stage, {}).items()}
+        self.progress.schedule = self.engines[stage].schedule_state() or self.progress.schedule
+        return StageState(tensors, self.progress)
+
+    def announcement(self, peer: Peer, *, sharded: bool, leaving: bool = False) -> Announcement:
+        """Where this worker stands, for the next generation."""
+        pending = self.transaction.pending if self.transaction is not None else None
+        return Announcement(
+            peer,
+            committed=self.progress.step,
+            pending=pending is not None,
+            voted=pending is not None and pending.vote is not None,
+            stages=() if sharded else tuple(sorted(self.engines)),
+            snapshots=tuple(sorted(self.snapshots)),
+            leaving=leaving,
+        )
+
+    def vote(self) -> tuple[float, float] | None:
+        """(loss, norm) of the pending step if its full vote was seen."""
+        pending = self.transaction.pending if self.transaction is not None else None
+        return pending.vote if pending is not None else None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a worker has for its whole life."""
+
+    me: Peer
+    node: str
+    job: Job
+    log: StoreLog
+    transport: Transport
+    roster: Roster
+    checkpoints: Checkpoints
+    heartbeat: Heartbeat
+    injector: Injector
+
+
+class Generation:
+    """An entered generation. Forming it leaves ``holdings`` as they were until all is built."""
+
+    def __init__(self, around: Surroundings, holdings: Holdings, agreement: Agreement) -> None:
+        self.around = around
+        self.holdings = holdings
+        self.number = agreement.proposal.number
+        self.members = agreement.proposal.members
+        self.peers = {a.peer.worker: a.peer for a in self.members}
+        self.nodes = {p.worker: d.node for p, d in agreement.details.items()}
+        self.fault = FaultFlag()
+        self.timeline_ms: dict[str, float] = {"agree": agreement.seconds * 1e3}
+        self.events: list[tuple[str, str, dict[str, Any]]] = []
+        self._agreement = agreement
+        self._clock = time.perf_counter()
+        self.comm: Communicator | None = None
+        self.resumed_from: int | None = None
+        self._told: Progress | None = None
+        self._notes = 0
+        around.transport.enter(self.number, self.fault)
+        around.roster.watch(self.fault)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker is the generation's leader: it keeps the run's record."""
+        return self.around.me.worker == min(self.peers)
+
+    def form(self) -> None:
+        """Build groups, settle the interrupted step, move states and build engines.
+
+        Raises:
+            PeerLostError: a fault came meanwhile. DtrainError: the checkpoint store is unusable.
+        """
+        job, me = self.around.job, self.around.me.worker
+        self.around.heartbeat.phase("recovery", self.holdings.progress.step, waiting=True)
+        self.around.injector.reach("recovery", self.holdings.progress.step)
+        self.plan = self._plan()
+        self._lap("plan")
+        hosts = {d.host for d in self._agreement.details.values()}
+        self.comm = Communicator(
+            self.number,
+            me,
+            self.plan.workers,
+            self.plan.holders,
+            self.around.log.group_store(self.number),
+            self.fault,
+            job.config.parallel.timeout_s,
+            loopback=all(host.startswith("127.") for host in hosts),
+        )
+        self._lap("groups")
+        sharded = zero_stage(job.config.deepspeed) > 0
+        settlement = settle(self.members, self.plan.num_stages, sharded=sharded)
+        before = max(a.committed + a.voted for a in self.members)
+        self._apply_voted(settlement)
+        states = self._states(settlement)
+        self._lap("state")
+        progress = next((s.progress for s in states.values() if s is not None), self._told)
+        if settlement.tier == 0 and self.holdings.engines:
+            progress = self.holdings.progress
+        progress = (progress or Progress()).copy()
+        progress.generations += 1
+        if any(a.since > 0 for a in self.members):
+            progress.steps_replayed += max(0, before - progress.step) + settlement.replayed
+        self._build(states, progress)
+        self._lap("engines")
+        reap_parked()
+        self.settlement = settlement
+
+    def _lap(self, what: str) -> None:
+        now = time.perf_counter()
+        self.timeline_ms[what] = (now - self._clock) * 1e3
+        self._clock = now
+
+    def _plan(self) -> Plan:
+        """The plan that every member computes alike from what the log says."""
+        job = self.around.job
+        veterans = [a for a in self.members if a.since > 0]
+        reason = self._agreement.proposal.reason
+        if veterans:
+            newest = max(veterans, key=lambda a: (a.since, -a.peer.worker))
+            old = self._agreement.details[newest.peer].plan
+            if old is not None:
+                former = Plan(
+                    self.number,
+                    job.layout,
+                    tuple(old["workers"]),
+                    tuple(tuple(h) for h in old["holders"]),
+                    tuple(tuple(e) for e in old["executors"]),
+                    {},
+                    "",
+                )
+                return replan(former, list(self.peers), self.number, reason)
+        return make_plan(job.layout, list(self.peers), self.number)
+
+    def _apply_voted(self, settlement: Settlement) -> None:
+        """Apply the step that somebody saw the full vote of, if this worker has not."""
+        if self.around.me.worker not in settlement.apply:
+            return
+        holdings = self.holdings
+        assert holdings.transaction is not None
+        votes = [d.vote for d in self._agreement.details.values() if d.vote is not None]
+        holdings.transaction.apply_pending(votes[0][1])
+        holdings.last_vote = votes[0]
+        step = holdings.progress.step
+        holdings.progress.seeds_trained += self.around.job.source.step_seeds(step)
+        holdings.progress.step = step + 1
+
+    def _states(self, settlement: Settlement) -> dict[int, StageState | None]:
+        """The states of the stages that this worker holds from now on; None: initial weights."""
+        me, held = self.around.me.worker, self.plan.stages_held(self.around.me.worker)
+        if settlement.tier == 2:
+            return self._from_checkpoint(held)
+        step = settlement.step
+        assert step is not None
+        moves = transfers(self.plan, settlement, self.members)
+        for move in moves:
+            if move.source == me and move.target != me:
+                self.around.injector.reach("join", step, stage=move.stage)
+                state = self._own(move.stage, settlement)
+                key = Key(KIND_STATE, step, move.stage)
+                self.around.transport.send(self.peers[move.target], key, state.packed())
+        states: dict[int, StageState | None] = {}
+        for stage in held:
+            if any(m.stage == stage and m.target == me for m in moves):
+                key = Key(KIND_STATE, step, stage)
+                received = self.around.transport.receive(key, self._timeout_s)
+                states[stage] = StageState.unpacked(received)
+            else:
+                states[stage] = self._own(stage, settlement)
+        self._tell_progress(settlement)
+        if moves:
+            what = [f"stage {m.stage}: {m.source}->{m.target}" for m in moves]
+            self.events.append(("state_moved", ", ".join(what), {"moves": len(moves)}))
+        return states
+
+    def _tell_progress(self, settlement: Settlement) -> None:
+        """A worker that holds nothing learns how far the run is from the first source."""
+        me, source = self.around.me.worker, settlement.sources[0]
+        key = Key(KIND_NOTE, 0, 0)
+        idle = [w for w in self.peers if not self.plan.stages_held(w)]
+        if me == source:
+            progress = self._own(0, settlement).progress
+            for worker in idle:
+                packed = [pack_json(progress.as_json())]
+                self.around.transport.send(self.peers[worker], key, packed)
+        if me in idle:
+            received = self.around.transport.receive(key, self._timeout_s)
+            self._told = Progress.of(unpack_json(received[0]))
+
+    def _own(self, stage: int, settlement: Settlement) -> StageState:
+        if settlement.tier == 1:
+            assert settlement.step is not None
+            return self.holdings.snapshots[settlement.step, stage].cloned()
+        return self.holdings.state(stage)
+
+    def _from_checkpoint(self, held: tuple[int, ...]) -> dict[int, StageState | None]:
+        checkpoints = self.around.checkpoints
+        found = None
+        if self.leads:
+            found = checkpoints.find(
+                lambda message: self.events.append(("checkpoint_skipped", message, {}))
+            )
+        found = self.tell_all(found)
+        if "error" in found:
+            raise DtrainError(found["error"])
+        if found["info"] is None:
+            return dict.fromkeys(held)
+        info, progress = CheckpointInfo(**found["info"]), Progress.of(found["progress"])
+        checkpoints.last_saved = progress.step
+        self.resumed_from = progress.step
+        return {stage: checkpoints.load_stage(info, stage, progress) for stage in held}
+
+    @property
+    def _timeout_s(self) -> float:
+        return self.around.job.config.parallel.timeout_s
+
+    def tell_all(self, value: Any) -> Any:
+        """The leader's JSON value, on every member; all call it at the same point."""
+        self._notes += 1
+        key = Key(KIND_NOTE, self._notes, 0)
+        if not self.leads:
+            return unpack_json(self.around.transport.receive(key, self._timeout_s)[0])
+        packed = [pack_json(value)]
+        for worker, peer in self.peers.items():
+            if worker != self.around.me.worker:
+                self.around.transport.send(peer, key, packed)
+        return value
+
+    def _build(self, states: Mapping[int, StageState | None], progress: Progress) -> None:
+        """Build the engines; from here on they and ``progress`` are what this worker holds."""
+        job, me = self.around.job, self.around.me.worker
+        assert self.comm is not None
+        backend = install_backend(self.comm)
+        layers = job.fresh_layers()
+        engines: dict[int, StageEngine] = {}
+        best: dict[int, dict[str, Any]] = {}
+        for stage, state in states.items():
+            layer_range = job.layout.layers_of(stage)
+            if state is not None:
+                for index in layer_range:
+                    for name, parameter in layers[index].named_parameters():
+                        saved = state.tensors.get(f"model/layers.{index}.{name}")
+                        if saved is not None:
+                            parameter.data.copy_(saved)
+                best[stage] = {
+                    name.removeprefix("best/"): value
+                    for name, value in state.tensors.items()
+                    if name.startswith("best/")
+                }
+            engines[stage] = StageEngine(
+                stage,
+                {i: layers[i] for i in layer_range},
+                job.config.deepspeed,
+                job.config.train.weight_decay_layers,
+                self.comm,
+                backend,
+                contributes=self.plan.holders[stage][0] == me,
+                device=job.device,
+            )
+            if state is not None:
+                engines[stage].load_optimizer(state.tensors)
+                engines[stage].load_schedule(progress.schedule)
+        links = Links(
+            self.comm,
+            self.around.transport,
+            self.peers,
+            self.around.heartbeat,
+            self.around.injector,
+        )
+        computes = {
+            s: StageCompute(
+                engine,
+                job.layout.layers_of(s),
+                job.config.seed,
+                is_last=s == self.plan.num_stages - 1,
+            )
+            for s, engine in engines.items()
+        }
+        holdings = self.holdings
+        holdings.transaction = StepTransaction(
+            self.plan, me, links, engines, computes, job.source, job.parameter_stage()
+        )
+        holdings.engines, holdings.best = engines, best
+        holdings.progress, holdings.plan = progress, self.plan
+
+    def prefetcher(self) -> Prefetcher:
+        """Inputs of all steps from the current one on."""
+        job = self.around.job
+        fetcher = InputFetcher(job.source, job.store, self.plan, self.around.me.worker, job.device)
+        steps = range(self.holdings.progress.step, job.total_steps)
+        return Prefetcher(
+            fetcher, job.source, steps, len(fetcher.order) + 1, self.fault, self._timeout_s
+        )

@@ -1,0 +1,386 @@
+"""The steps of one generation and what is due between them: saves, evaluations, reports."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import asdict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint import CheckpointError, weights_sha256
+from dtrain.config import identity_digest
+from dtrain.errors import LeftError, PeerLostError, ShutdownError
+from dtrain.evaluate import evaluate
+from dtrain.runfolder import RunFolder, RunRecord, versions
+from dtrain.runtime.comm import MAX
+from dtrain.runtime.generation import Generation
+from dtrain.runtime.inputs import Prefetcher
+from dtrain.runtime.reporting import ProgressReport
+from dtrain.runtime.snapshots import Snapshots
+from dtrain.runtime.spec import TrainerSpec
+from dtrain.runtime.state import Best, StageState
+from dtrain.runtime.transaction import Outcome, Wishes
+from dtrain.runtime.transport import KIND_WEIGHTS, Key
+
+Metrics = dict[str, dict[str, float]]
+
+
+class Training:
+    """One worker's steps under one plan."""
+
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        generation: Generation,
+        folder: RunFolder,
+        report: ProgressReport,
+        leaving: threading.Event,
+        sharded: bool,
+    ) -> None:
+        self._spec = spec
+        self._generation = generation
+        self._around = generation.around
+        self._holdings = generation.holdings
+        self._job = generation.around.job
+        self._folder = folder
+        self._report = report
+        self._leaving = leaving
+        self._sharded = sharded
+        self._prefetcher: Prefetcher | None = None
+        self._began = time.monotonic()
+
+    def run(self) -> tuple[bool, str]:
+        """Train; (True, reason) when the run is done, (False, reason) to regroup.
+
+        Raises:
+            PeerLostError: the generation broke. LeftError, ShutdownError: this worker, or all, left
+                on request.
+        """
+        generation, holdings, job = self._generation, self._holdings, self._job
+        self._snapshots = Snapshots(generation, self._sharded)
+        if generation.leads:
+            self._announce()
+        self._due()
+        self._prefetcher = generation.prefetcher()
+        transaction = holdings.transaction
+        assert transaction is not None
+        try:
+            while holdings.progress.step < job.total_steps:
+                step = holdings.progress.step
+                wishes = Wishes(self._around.roster.newcomers, self._leaving.is_set())
+                outcome = transaction.run(step, self._prefetcher, wishes)
+                self._committed(outcome)
+                if outcome.leaving:
+                    return self._leave(outcome)
+                if outcome.regroup:
+                    self._snapshots.take(force=True)
+                    return self._part("somebody waits to be let in")
+        finally:
+            self.stop()
+        self._finish()
+        return True, "done"
+
+    def stop(self) -> None:
+        """Stop sampling ahead."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+
+    def _part(self, reason: str) -> tuple[bool, str]:
+        """Leave the generation in good order at a step boundary."""
+        assert self._generation.comm is not None
+        self._generation.comm.all_reduce(torch.zeros(1))
+        self._generation.comm.close()
+        return False, reason
+
+    def _event(self, kind: str, reason: str, **fields: object) -> None:
+        self._folder.event(kind, worker=self._spec.worker, reason=reason, **fields)
+
+    def _announce(self) -> None:
+        generation, plan = self._generation, self._generation.plan
+        settlement = generation.settlement
+        self._event(
+            "generation_started",
+            f"{generation.number}: {plan.reason}",
+            generation=generation.number,
+            workers=list(plan.workers),
+            holders=[list(h) for h in plan.holders],
+            executors=[list(e) for e in plan.executors],
+            plan=plan.describe(),
+            tier=settlement.tier,
+            settlement=settlement.reason,
+            step=self._holdings.progress.step,
+            timeline_ms={k: round(v, 2) for k, v in generation.timeline_ms.items()},
+        )
+        for kind, reason, fields in generation.events:
+            self._event(kind, reason, **fields)
+        if generation.resumed_from is not None:
+            lost = max(0, self._last_logged() - generation.resumed_from)
+            self._event(
+                "resumed",
+                f"from the checkpoint of step {generation.resumed_from} at "
+                f"{self._around.checkpoints.url}",
+                step=generation.resumed_from,
+                steps_lost=lost,
+            )
+        self._log_voted_step()
+        self._folder.write_run(self._record("running"))
+
+    def _last_logged(self) -> int:
+        return max((m["step"] for m in self._folder.metrics() if "loss" in m), default=0)
+
+    def _log_voted_step(self) -> None:
+        """Write the newest step's metrics if its leader died before it could."""
+        done, vote = self._holdings.progress.step, self._holdings.last_vote
+        if vote is not None and self._last_logged() < done:
+            self._log_step(done - 1, *vote, seconds=None)
+
+    def _log_step(self, step: int, loss: float, norm: float, seconds: float | None) -> None:
+        self._folder.metric(
+            step=step + 1,
+            epoch=self._job.source.epoch_of(step),
+            loss=loss,
+            grad_norm=norm,
+            lr=self._learning_rate(),
+            seeds=self._job.source.step_seeds(step),
+            **({} if seconds is None else {"step_time_s": seconds}),
+        )
+
+    def _learning_rate(self) -> float:
+        return next((e.learning_rate for e in self._holdings.engines.values() if e.names), 0.0)
+
+    def _committed(self, outcome: Outcome) -> None:
+        """Book a committed step, and do what is due."""
+        progress = self._holdings.progress
+        progress.step = outcome.step + 1
+        progress.seeds_trained += outcome.seeds
+        self._holdings.last_vote = (outcome.loss, outcome.norm)
+        if self._generation.leads:
+            self._log_step(outcome.step, outcome.loss, outcome.norm, outcome.step_time_s)
+            self._report.step(progress.step, outcome.loss)
+        self._snapshots.take()
+        self._due()
+
+    def _due(self) -> None:
+        """Evaluate and save if the run stands where it is due and has not been done."""
+        progress, config = self._holdings.progress, self._job.config
+        done = progress.step
+        if done == 0 or done >= self._job.total_steps:
+            return
+        epochs, rest = divmod(done, self._job.source.steps_per_epoch)
+        every = config.eval.every_epochs
+        if every and not rest and epochs % every == 0 and self._oldest(progress.evaluated) < done:
+            self._evaluate()
+        every = config.checkpoint.every_steps
+        if every and done % every == 0:
+            self._save(must=False)
+
+    def _oldest(self, value: int) -> int:
+        """The least of the workers' values: a member may have come in between."""
+        comm = self._generation.comm
+        assert comm is not None
+        return int(-comm.all_reduce(torch.tensor([-float(value)]).double(), MAX).item())
+
+    def _states(self) -> dict[int, StageState]:
+        return {stage: self._holdings.state(stage) for stage in sorted(self._holdings.engines)}
+
+    def _save(self, *, must: bool) -> None:
+        progress, checkpoints = self._holdings.progress, self._around.checkpoints
+        comm = self._generation.comm
+        assert comm is not None
+        if self._oldest(checkpoints.last_saved or 0) >= progress.step:
+            return
+        self._around.heartbeat.phase("checkpoint", progress.step, waiting=True)
+        self._around.injector.reach("checkpoint", progress.step)
+        began = time.perf_counter()
+        try:
+            info = checkpoints.save(
+                progress,
+                self._states(),
+                comm,
+                lambda message: self._event("checkpoint_warning", message),
+            )
+        except CheckpointError as error:
+            if self._generation.leads:
+                self._event("checkpoint_failed", str(error), step=progress.step)
+            if must:
+                raise
+            return
+        if self._generation.leads:
+            self._event(
+                "checkpoint_saved",
+                f"{info.name} committed at {checkpoints.url}",
+                step=progress.step,
+                seconds=round(time.perf_counter() - began, 4),
+            )
+
+    def _leave(self, outcome: Outcome) -> tuple[bool, str]:
+        """Somebody was told to leave: save; then go without them, or stop if nobody is left."""
+        progress = self._holdings.progress
+        everybody = outcome.leaving >= len(self._generation.peers)
+        self._snapshots.take(force=True)
+        self._save(must=everybody)
+        if everybody:
+            if self._generation.leads:
+                self._folder.write_run(self._record("stopped"))
+            self._event("worker_stopped", f"saved at step {progress.step}", step=progress.step)
+            self._part("all leave")
+            raise ShutdownError(
+                f"stopped on request after step {progress.step}; the same command resumes there"
+            )
+        done, reason = self._part(f"{outcome.leaving} workers leave")
+        if self._leaving.is_set():
+            announcement = self._holdings.announcement(
+                self._around.me, sharded=self._sharded, leaving=True
+            )
+            self._around.roster.leave(announcement)
+            self._event("worker_left", f"on request, at step {progress.step}", step=progress.step)
+            raise LeftError(f"left on request after step {progress.step}; the others go on")
+        return done, reason
+
+    def _weights(self) -> dict[str, Tensor] | None:
+        """On the leader all parameters by name; each comes from its stage's first holder."""
+        generation, plan = self._generation, self._generation.plan
+        weights: dict[str, Tensor] = {}
+        leader = min(generation.peers)
+        for stage in range(plan.num_stages):
+            owner = plan.holders[stage][0]
+            key = Key(KIND_WEIGHTS, self._holdings.progress.step, stage)
+            names = self._job.parameter_names(self._job.layout.layers_of(stage))
+            if owner == self._spec.worker:
+                own = self._holdings.engines[stage].weights()
+                if generation.leads:
+                    weights |= own
+                else:
+                    self._around.transport.send(generation.peers[leader], key, list(own.values()))
+            elif generation.leads:
+                received = self._around.transport.receive(key, self._job.config.parallel.timeout_s)
+                weights |= dict(zip(names, received, strict=True))
+        return weights if generation.leads else None
+
+    def _evaluate(self) -> tuple[Metrics, dict[str, Tensor] | None]:
+        """Metrics of all splits, on every worker; the weights on the leader only."""
+        progress, config = self._holdings.progress, self._job.config.eval
+        self._around.heartbeat.phase("evaluate", progress.step, waiting=True)
+        weights = self._weights()
+        found = self._metrics(weights) if weights is not None else None
+        metrics: Metrics = self._generation.tell_all(found)
+        progress.evaluated = progress.step
+        value = metrics["val"].get(config.metric)
+        if config.select == "best" and value is not None:
+            value = -value if config.metric == "loss" else value
+            if progress.best is None or value > progress.best.value:
+                progress.best = Best(progress.step, value, metrics)
+                self._holdings.best = {
+                    stage: engine.weights() for stage, engine in self._holdings.engines.items()
+                }
+        if self._generation.leads:
+            self._folder.metric(step=progress.step, **{s: dict(m) for s, m in metrics.items()})
+            shown = [f"{s} {_show(metrics, s, config.metric)}" for s in ("train", "val", "test")]
+            self._report.say(f"step {progress.step}: {config.metric} {' '.join(shown)}")
+        return metrics, weights
+
+    def _metrics(self, weights: dict[str, Tensor]) -> Metrics:
+        config = self._job.config
+        layers = self._job.fresh_layers()
+        for index, layer in enumerate(layers):
+            for name, parameter in layer.named_parameters():
+                value = weights.get(f"layers.{index}.{name}")
+                if value is not None:
+                    parameter.data.copy_(value)
+        return evaluate(
+            layers,
+            self._job.store,
+            config.data.split,
+            chunk_nodes=config.eval.chunk_nodes,
+            workdir=self._folder.path,
+        )
+
+    def _finish(self) -> None:
+        """Final metrics, checkpoint and record; then all part."""
+        generation, progress = self._generation, self._holdings.progress
+        self._check_holders()
+        metrics, weights = self._evaluate()
+        self._save(must=True)
+        if weights is not None:
+            if self._job.config.eval.select == "best" and progress.best is not None:
+                metrics = progress.best.metrics
+            record = self._record("done", metrics, weights_sha256(weights))
+            self._folder.write_run(record)
+            self._event("run_done", f"{record.steps} steps committed", step=record.steps)
+            self._folder.close()
+            if self._spec.json_output:
+                print(json.dumps(asdict(record)), flush=True)
+            else:
+                print(_summary(record, self._job.config.eval.metric), flush=True)
+        self._around.heartbeat.phase("done", progress.step, waiting=True)
+        assert generation.comm is not None
+        try:
+            generation.comm.all_reduce(torch.zeros(1))
+        except PeerLostError:
+            # Somebody left between the record and the last handshake; nothing depends on it.
+            recorded = self._folder.read_run()
+            if recorded is None or recorded.status != "done":
+                raise
+            generation.comm.abandon()
+            return
+        generation.comm.close()
+
+    def _check_holders(self) -> None:
+        """All holders of a stage must hold the same bits; anything else is a bug of ours."""
+        comm = self._generation.comm
+        assert comm is not None
+        for stage, engine in sorted(self._holdings.engines.items()):
+            digest = int(weights_sha256(engine.weights())[:12], 16)
+            both = torch.tensor([digest, -digest], dtype=torch.float64)
+            largest = comm.all_reduce(both, MAX, comm.stage_groups[stage]).tolist()
+            if largest[0] != -largest[1]:
+                raise AssertionError(f"holders of stage {stage} differ after the last step")
+
+    def _record(
+        self, status: str, metrics: Metrics | None = None, sha256: str | None = None
+    ) -> RunRecord:
+        progress, job = self._holdings.progress, self._job
+        lines = [m for m in self._folder.metrics() if "loss" in m]
+        times = [m["step_time_s"] for m in lines if "step_time_s" in m]
+        trained = [e["steps_lost"] for e in self._folder.events() if e["kind"] == "resumed"]
+        started = [e["time"] for e in self._folder.events() if e["kind"] == "worker_started"]
+        device = job.device
+        return RunRecord(
+            status=status,
+            steps=progress.step,
+            epochs=progress.step // job.source.steps_per_epoch,
+            loss=lines[-1]["loss"] if lines else None,
+            metrics=metrics or {},
+            weights_sha256=sha256,
+            workers=len(self._generation.peers),
+            generations=progress.generations,
+            steps_replayed=progress.steps_replayed,
+            steps_lost=sum(trained),
+            seeds_trained=progress.seeds_trained,
+            step_time_p50_s=float(np.percentile(times, 50)) if times else None,
+            step_time_p90_s=float(np.percentile(times, 90)) if times else None,
+            wall_s=time.time() - min(started, default=time.time()),
+            dataset_fingerprint=job.store.fingerprint,
+            identity=identity_digest(job.identity),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            versions=versions(),
+            run_dir=str(self._folder.path),
+        )
+
+
+def _show(metrics: Metrics, split: str, name: str) -> str:
+    value = metrics[split].get(name)
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _summary(record: RunRecord, metric: str) -> str:
+    parts = [f"{s} {metric} {_show(record.metrics, s, metric)}" for s in ("test", "val", "train")]
+    return (
+        f"done: {record.steps} steps, {', '.join(parts)}\n"
+        f"weights_sha256 {record.weights_sha256}\nrun folder {record.run_dir}"
+    )
