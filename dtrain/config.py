@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -17,6 +18,7 @@ from dtrain.errors import DtrainError
 from dtrain.faults.spec import FaultSpec
 
 BUILT_IN_MODELS = ("gcn", "sage", "gat")
+_CREDENTIALS = re.compile(r"://[^/@]*:[^@]*@")
 
 
 class Section(BaseModel):
@@ -122,6 +124,22 @@ class CheckpointConfig(Section):
     url: str | None = Field(None, description="fsspec URL; none: RUN_DIR/checkpoints")
     every_steps: int = Field(0, ge=0, description="0: at the end only")
     keep: int = Field(3, ge=1, description="newest checkpoints that stay")
+    keep_every: int | None = Field(
+        None, ge=1, description="checkpoints of steps that are multiples of it stay for good"
+    )
+    async_save: bool = Field(True, description="save in the background while training goes on")
+    strict: bool = Field(
+        False, description="a damaged newest checkpoint stops the run; else the next older is taken"
+    )
+
+    @model_validator(mode="after")
+    def _no_credentials(self) -> CheckpointConfig:
+        # The configuration is saved with the run and with each checkpoint.
+        if self.url is not None and _CREDENTIALS.search(self.url):
+            raise ValueError(
+                "url: expected no password in it, got one; give credentials in the environment"
+            )
+        return self
 
 
 class RobustConfig(Section):
