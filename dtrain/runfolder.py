@@ -16,6 +16,7 @@ import os
 import platform
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -105,6 +106,7 @@ class RunFolder:
 
         The identity is written once. ``config.yaml`` follows the newest start, because what is not
         part of the identity (more steps, other checkpoints) may change when a run is resumed.
+        A folder in which a run was refused before its first step is free for the mended one.
         Returns True when the folder was new.
 
         Raises:
@@ -114,13 +116,22 @@ class RunFolder:
         text = _json({"digest": identity_digest(identity), "identity": identity}, indent=2) + "\n"
         target = self.path / "identity.json"
         created = _create_once(target, text)
-        if not created:
+        if not created and self._was_refused():
+            _replace(target, text)
+        elif not created:
             self._check_identity(target, identity)
         resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
         current = self.path / "config.yaml"
         if not current.is_file() or current.read_text() != resolved:
             _replace(current, resolved)
         return created
+
+    def _was_refused(self) -> bool:
+        """Whether all that happened here is that a run's input was found to be bad."""
+        if (self.path / "run.json").exists():
+            return False
+        newest = deque(self.events(), maxlen=1)
+        return bool(newest) and newest[0]["kind"] == "user_error"
 
     def _check_identity(self, file: Path, wanted: dict[str, Any]) -> None:
         try:

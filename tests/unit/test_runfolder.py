@@ -61,6 +61,26 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(
     assert {name: (tmp_path / name).read_bytes() for name in files(tmp_path)} == before
 
 
+def test_a_folder_in_which_a_run_was_refused_is_free_for_the_mended_one(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.claim(config(), "abc")
+    folder.event("trainer_started", worker=0, reason="")
+    folder.event("user_error", worker=0, reason="model: layer 0: ...")
+    assert not folder.claim(config(seed=7), "abc")
+    folder.event("trainer_started", worker=0, reason="")
+    with pytest.raises(DtrainError, match="seed: expected 7"):
+        folder.claim(config(), "abc")
+
+
+def test_a_folder_in_which_a_run_began_stays_its_own_after_bad_input(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.claim(config(), "abc")
+    folder.write_run(RunRecord("stopped", steps=3))
+    folder.event("user_error", worker=0, reason="the store is gone")
+    with pytest.raises(DtrainError, match="seed: expected 0"):
+        folder.claim(config(seed=7), "abc")
+
+
 def test_one_of_many_workers_makes_the_folder(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: RunFolder(tmp_path).claim(config(), "abc"), range(32)))
