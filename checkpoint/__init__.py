@@ -4,6 +4,7 @@ from dtrain.checkpoint.digest import weights_sha256
 from dtrain.checkpoint.errors import CheckpointError, CheckpointGoneError
 from dtrain.checkpoint.exchange import Alone, Exchange
 from dtrain.checkpoint.manifest import CheckpointInfo
+from dtrain.checkpoint.partition_state import PartitionComponent, PartitionState
 from dtrain.checkpoint.pending import PendingSave
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.retry import Retry
@@ -17,6 +18,8 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointStore",
     "Exchange",
+    "PartitionComponent",
+    "PartitionState",
     "PendingSave",
     "Retention",
     "Retry",
