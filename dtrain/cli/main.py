@@ -6,7 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from dtrain.cli.inject import inject_command
 from dtrain.cli.join import join_command
 from dtrain.cli.run import CONTEXT, USAGE, run_command
 from dtrain.errors import DtrainError
+
+# Typer brings its own copy of this class or takes click's, depending on its version.
+_UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="dtrain",
@@ -51,7 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     try:
-        app(args=[word for word in words if word != "--debug"], prog_name="dtrain", obj=debug)
+        code = app(
+            args=[word for word in words if word != "--debug"],
+            prog_name="dtrain",
+            obj=debug,
+            standalone_mode=False,
+        )
+        sys.exit(code if isinstance(code, int) else 0)
+    except _UsageError as error:
+        sys.exit(_say_usage(error))
     except DtrainError as error:
         if debug:
             traceback.print_exc()
@@ -59,6 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _say_usage(error: _UsageError) -> int:
+    """One line on a command line that cannot be parsed, or help where there was no command."""
+    path = error.ctx.command_path if error.ctx is not None else "dtrain"
+    message = " ".join(error.format_message().split()).rstrip(".")
+    if message.startswith("Usage:"):
+        error.show()
+    else:
+        message = message[:1].lower() + message[1:]
+        print(f"error: {path}: {message}; see {path} --help", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
