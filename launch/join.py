@@ -16,6 +16,7 @@ from dtrain.errors import DtrainError
 from dtrain.launch.jobfile import JobFile, free_local_ranks, reserve_workers
 from dtrain.launch.request import RunRequest
 from dtrain.launch.signals import StopSignals
+from dtrain.launch.torchrun import WORKER_MODULE
 from dtrain.runfolder import RunFolder
 
 _REACH_S = 5.0
@@ -71,7 +72,7 @@ def _check_running(folder: RunFolder, job: JobFile) -> None:
 def _start(request: RunRequest, place: WorkerPlace) -> subprocess.Popen[bytes]:
     # In a session of its own, so that a Ctrl-C is told to it once, by this process.
     return subprocess.Popen(
-        [sys.executable, "-m", "dtrain.train", *request.arguments()],
+        [sys.executable, "-m", WORKER_MODULE, *request.arguments()],
         env=place_variables(place),
         start_new_session=True,
         preexec_fn=_leave_with_parent,

@@ -110,7 +110,8 @@ class Life:
                 break
         sign = self._heartbeat.read()
         code = self._trainer.finish()
-        return self._end(code, sign), stop
+        # A signal to the whole group may have ended the trainer before it was noticed here.
+        return self._end(code, sign), stop or self._signals.take()
 
     def _end(self, code: int | None, sign: Sign) -> LifeEnd:
         return LifeEnd(

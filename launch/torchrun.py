@@ -165,9 +165,9 @@ def _say_failure(end: _JobEnd, folder: RunFolder, started_s: float) -> None:
 
 
 def _cause(folder: RunFolder, started_s: float) -> str:
-    """The first failure in the run's events that was not another worker's failure."""
+    """Why the first supervisor ended that could not go on in place."""
     for event in folder.events():
-        if event["kind"] in ("worker_died", "trainer_failed") and event["time"] >= started_s:
+        if event.get("exit_code") == 1 and event["time"] >= started_s:
             return f"the run failed; first: worker {event['worker']}, {event['reason']}"
     return "the run failed; torchrun's account is shown with --debug"
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from dtrain.errors import (
     ShutdownError,
     StoreLostError,
 )
+from dtrain.runfolder import RunFolder, RunRecord
 from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.spec import TrainerSpec
 
@@ -72,6 +74,14 @@ def leaves(spec: TrainerSpec) -> None:
     sleeps(spec)
 
 
+def leaves_alone(spec: TrainerSpec) -> None:
+    def leave(*_: object) -> None:
+        raise LeftError("left at step 3")
+
+    signal.signal(signal.SIGTERM, leave)
+    sleeps(spec)
+
+
 def finishes(spec: TrainerSpec) -> None:
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
@@ -99,16 +109,6 @@ def life(spec: TrainerSpec) -> int:
     return len(list(folder.glob(f"{spec.worker}-*")))
 
 
-def second_life_is_done(end: Callable[[TrainerSpec], object]) -> Callable[[TrainerSpec], None]:
-    """A trainer that ends badly in its first life and well in its second."""
-
-    def trainer(spec: TrainerSpec) -> None:
-        if life(spec) == 1:
-            end(spec)
-
-    return trainer
-
-
 def raising(error: Exception) -> Callable[[TrainerSpec], None]:
     def trainer(spec: TrainerSpec) -> None:
         raise error
@@ -116,22 +116,48 @@ def raising(error: Exception) -> Callable[[TrainerSpec], None]:
     return trainer
 
 
-exits_0_once = second_life_is_done(exits_0)
-exits_1_once = second_life_is_done(lambda spec: os._exit(1))
-segfaults_once = second_life_is_done(lambda spec: ctypes.string_at(0))
-raises_once = second_life_is_done(raises)
-loses_peer_once = second_life_is_done(raising(PeerLostError("worker 3 is gone")))
-evicted_once = second_life_is_done(raising(EvictedError("generation 4 goes on without it")))
 leaves_the_job = raising(LeftError("left at step 3"))
 is_stopped = raising(ShutdownError("all saved at step 3"))
 loses_store = raising(StoreLostError("the store does not answer"))
 cannot_go_on = raising(CannotGoOnError("stage 1 has no holder"))
 
 
-def lingers_after_failure(spec: TrainerSpec) -> None:
-    if life(spec) == 1:
-        threading.Thread(target=time.sleep, args=(100,)).start()
-        raise RuntimeError("loss is 7")
+def exits_1(spec: TrainerSpec) -> None:
+    os._exit(1)
+
+
+def segfaults(spec: TrainerSpec) -> None:
+    ctypes.string_at(0)
+
+
+def fails_and_stays(spec: TrainerSpec) -> None:
+    threading.Thread(target=time.sleep, args=(100,)).start()
+    raise RuntimeError("loss is 7")
+
+
+ENDS: tuple[Callable[[TrainerSpec], object], ...] = (
+    exits_0,
+    segfaults,
+    raising(EvictedError("generation 4 goes on without it")),
+    fails_and_stays,
+)
+
+
+def dies_in_turn(spec: TrainerSpec) -> None:
+    """Dies in another way in each life, until there is none left."""
+    number = life(spec)
+    if number <= len(ENDS):
+        ENDS[number - 1](spec)
+
+
+def loses_peer_once(spec: TrainerSpec) -> None:
+    if spec.worker == 1 and life(spec) == 1:
+        raise PeerLostError("worker 3 is gone")
+
+
+def completes_and_dies(spec: TrainerSpec) -> None:
+    RunFolder(spec.run_dir).write_run(RunRecord("done", steps=1))
+    os._exit(1)
 
 
 def writes(spec: TrainerSpec) -> None:
@@ -149,42 +175,35 @@ def hold_gil(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-def hangs_in_stop(heartbeat: Heartbeat) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def hangs_in_gil(heartbeat: Heartbeat) -> None:
-    hold_gil(100)
-
-
-def hangs_in_loop(heartbeat: Heartbeat) -> None:
+def loop() -> None:
     while True:
         pass
 
 
-def hanging(hang: Callable[[Heartbeat], None]) -> Callable[[TrainerSpec, Heartbeat], None]:
-    """A trainer that hangs in its first life, in step 7."""
+def hangs_in_turn(spec: TrainerSpec, heartbeat: Heartbeat) -> None:
+    """Hangs in another way in each life, in step 7, until there is none left."""
+    number = life(spec)
+    heartbeat.phase(f"action {number}", 7)
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif number == 2:
+        hold_gil(100)
+    elif number == 3:
+        loop()
 
-    def trainer(spec: TrainerSpec, heartbeat: Heartbeat) -> None:
-        heartbeat.phase("backward of microbatch 2", 7)
-        if life(spec) == 1:
-            hang(heartbeat)
 
-    return trainer
-
-
-stops = hanging(hangs_in_stop)
-locks_gil = hanging(hangs_in_gil)
-loops = hanging(hangs_in_loop)
+def locks_gil(spec: TrainerSpec) -> None:
+    ready(spec)
+    hold_gil(100)
 
 
 def slow_but_alive(spec: TrainerSpec, heartbeat: Heartbeat) -> None:
     """A long first step that holds the GIL for half a second at a time, then a long wait."""
     heartbeat.phase("forward of microbatch 0", 0)
-    for _ in range(4):
+    for _ in range(3):
         hold_gil(0.5)
     heartbeat.phase("receive from worker 1", 0, waiting=True)
-    time.sleep(2.5)
+    time.sleep(2.3)
 
 
 def gathers(spec: TrainerSpec, heartbeat: Heartbeat) -> None:
@@ -192,8 +211,10 @@ def gathers(spec: TrainerSpec, heartbeat: Heartbeat) -> None:
     stays(spec)
 
 
-def gives_address(spec: TrainerSpec) -> None:
-    print(spec.worker, spec.world_size, spec.local_rank, spec.store_port, spec.host_store)
+def joins(spec: TrainerSpec) -> None:
+    place = spec.worker, spec.world_size, spec.local_rank, spec.store_port, spec.host_store
+    Path(spec.run_dir, f"joined-{spec.worker}").write_text(json.dumps(place))
+    leaves_alone(spec)
 
 
 def main(arguments: list[str]) -> int:
@@ -201,7 +222,8 @@ def main(arguments: list[str]) -> int:
     from dtrain.launch.supervisor import supervise
 
     name, config, run_dir, *rest = arguments
-    request = RunRequest(config, run_dir=run_dir)
+    overrides = [word.removeprefix("--set=") for word in rest if word.startswith("--set=")]
+    request = RunRequest(config, tuple(overrides), run_dir=run_dir)
     preload = [word.removeprefix("--preload=") for word in rest if word.startswith("--preload=")]
     code = supervise(request, entry=f"launch_stubs:{name}", preload=preload)
     heavy = [module for module in HEAVY if module in sys.modules]
