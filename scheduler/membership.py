@@ -152,8 +152,8 @@ class Membership:
             case Proposed(proposal):
                 return self._hear_proposal(proposal)
             case Answered(number, peer):
-                if self.state == "answering" and number == self.number:
-                    self.answers.add(peer)
+                if number == self.number:
+                    return self._hear_answer(peer)
             case Tick():
                 pass
         return []
@@ -180,7 +180,25 @@ class Membership:
         if peer in self._former and announcement.seen >= self.number:
             # Its announcement takes the answer to this proposal back.
             out += self._broken(f"worker {peer.worker} left generation {self.number}")
+        if self._vouches() and peer not in self._former and not self._evicted(peer):
+            # Newcomers must not take this job for dead, however long its step takes.
+            out.append(Answer(self.number, f"generation goes on, newcomer {peer.worker} may know"))
         return out
+
+    def _vouches(self) -> bool:
+        """Whether this worker speaks for a generation that is at work."""
+        return self.state == "member" and self.me.peer == min(self._former)
+
+    def _hear_answer(self, peer: Peer) -> list[Instruction]:
+        self.answers.add(peer)
+        newcomer = self.state == "gathering" and self.me.peer not in self.named and self._echoed
+        if newcomer and peer in self.lost and self.lives.get(peer.worker) == peer:
+            # It is lost for this worker alone, and a peer that was lost is not taken back.
+            return self._withdraw(
+                f"generation {self.number} goes on, with worker {peer.worker}, which this worker "
+                f"lost: {self.lost[peer].reason}"
+            )
+        return []
 
     def _note_life(self, peer: Peer, *, newer: bool) -> list[Instruction]:
         """Learn of a life of a worker; ``newer``: it came after those that were heard of before.
