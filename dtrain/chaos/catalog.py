@@ -73,7 +73,7 @@ def _kills() -> Iterator[Scenario]:
     yield Scenario(
         "kill-giver",
         "SIGKILL of a survivor while another worker joins",
-        lambda shape: [crash(1, phase="forward"), crash(3, phase="join")],
+        lambda shape: [crash(1, phase="forward"), crash(0, phase="join")],
         overrides={"train.max_steps": 120},
         expect=Expectation(replayed=2, lost=1, fired=2),
     )
@@ -264,7 +264,7 @@ def _job() -> Iterator[Scenario]:
         "node-kill",
         "all processes of the only node are killed",
         _one(kind="node", worker=1, step=_STEP),
-        expect=Expectation(ends="resumable", lost=14, recovery_s=120.0),
+        expect=Expectation(ends="resumable", lost=14, recovery_s=120.0, scratch=True),
     )
     yield Scenario(
         "preempt-one",
@@ -289,7 +289,7 @@ def _hosts() -> Iterator[Scenario]:
             "limit_s": 240.0,
             "overrides": {"train.max_steps": 80},
         }
-        slow = Expectation(replayed=2, lost=1, recovery_s=30.0, fired=0)
+        slow = Expectation(replayed=2, lost=1, recovery_s=30.0, fired=0, scratch=True)
         yield Scenario(
             f"hosts{hosts}-killed",
             f"one of {hosts} hosts is killed",
@@ -346,6 +346,6 @@ def _hosts() -> Iterator[Scenario]:
         elastic=2,
         overrides=long,
         torchrun=("--nnodes=1:2",),
-        expect=Expectation(replayed=2, lost=1, recovery_s=90.0, fired=0),
+        expect=Expectation(replayed=2, lost=1, recovery_s=90.0, fired=0, scratch=True),
         limit_s=300.0,
     )

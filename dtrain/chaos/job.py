@@ -19,6 +19,8 @@ from dtrain.faults import processes
 
 _MARK = "DTRAIN_CHAOS_JOB"
 _RENDEZVOUS_PORT = 29400
+# torchrun's logs, which it never removes, and a cache that torch makes on being imported.
+_TORCHS_OWN = ("torchelastic_", "torchinductor_")
 
 
 class TorchrunJob:
@@ -145,17 +147,22 @@ class TorchrunJob:
                 agent.wait(10)
         return left
 
-    def leftovers(self, known_shared_memory: set[str], patience_s: float = 10.0) -> list[str]:
-        """What the ended job left behind: processes, temporary files, shared memory."""
+    def leftovers(
+        self, known_shared_memory: set[str], *, scratch: bool = False, patience_s: float = 10.0
+    ) -> list[str]:
+        """What the ended job left behind: processes, temporary files, shared memory.
+
+        ``scratch``: temporary folders may stay.
+        """
         end = time.monotonic() + patience_s
         while (alive := self.processes()) and time.monotonic() < end:
             time.sleep(0.1)
         found = [f"process {pid} ({processes.command_of(pid)})" for pid in alive]
-        killed_agent = bool(self.killed) or any(c == -9 for c in self.exit_codes().values())
-        for entry in sorted(self.scratch.iterdir()):
-            # A killed agent cannot remove its own folder, and it is not ours.
-            if not (killed_agent and entry.name.startswith("torchelastic_")):
-                found.append(f"temporary {entry}")
+        found += [
+            f"temporary {entry}"
+            for entry in sorted(self.scratch.iterdir())
+            if not (scratch or entry.name.startswith(_TORCHS_OWN))
+        ]
         for name in sorted(shared_memory() - known_shared_memory):
             if not processes.has_open(f"/dev/shm/{name}"):
                 found.append(f"shared memory /dev/shm/{name}")

@@ -86,7 +86,7 @@ def expectation_missed(
             f"recovery: expected at most {expect.recovery_s:g} s to the next committed step, got "
             f"{longest:.1f} s"
         )
-    evicted = watch.of_kind("worker_evicted")
+    evicted = watch.of_kind("trainer_hung", "trainer_evicted")
     if evicted and not expect.evicted:
         reasons.append(f"eviction: expected none, got {evicted[0]['reason']}")
     if expect.says is not None:

@@ -164,10 +164,13 @@ class Runner:
             verdict.reasons += _wait(job, watch, scenario.acts, hosts, scenario.limit_s)
             record = RunFolder(run_dir).read_run()
             verdict.reasons += _end_missed(scenario, job, record)
-            verdict.reasons += [f"left behind: {what}" for what in job.leftovers(known)]
+            scratch = scenario.expect.scratch
+            left = job.leftovers(known, scratch=scratch)
+            verdict.reasons += [f"left behind: {what}" for what in left]
             output = job.output()
         first = record
-        if not verdict.reasons and record is not None and record.status != "done":
+        may_resume = scenario.expect.ends != "done"
+        if may_resume and record is not None and record.status != "done":
             record = self._resume(scenario, config, folder, watch, verdict)
         verdict.reasons += judge.promise_broken(twin, record, watch.steps, scenario.expect.lost)
         verdict.reasons += judge.expectation_missed(scenario, watch, first, output)

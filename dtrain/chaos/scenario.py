@@ -61,6 +61,8 @@ class Expectation:
     metrics.jsonl names every step once. ``recovery_s``: longest pause from a fault to the next
     committed step. ``fired``: faults that must have struck. ``evicted``: whether workers may be
     evicted. ``says``: a text that must stand in the output or among the events' reasons.
+    ``scratch``: temporary folders may stay, because all processes that could remove them were
+    killed at once.
     """
 
     ends: Ends = "done"
@@ -70,6 +72,7 @@ class Expectation:
     fired: int = 1
     evicted: bool = True
     says: str | None = None
+    scratch: bool = False
 
 
 Faults = Callable[[Shape], Sequence[dict[str, Any]]]

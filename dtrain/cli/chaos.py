@@ -73,10 +73,8 @@ def _run(scenario: Scenario, folder: Path, model: str, zero: int, keep: bool) ->
 
     runner = Runner(folder, model=model, zero=zero, keep=keep, say=_say)
     verdict = runner.run(scenario)
-    words = {True: "passed", False: "FAILED", None: "skipped"}[verdict.passed]
-    _say(f"{scenario.name}: {words} in {verdict.wall_s:g} s")
-    for reason in verdict.reasons:
-        _say(f"  {reason}")
+    words = {True: "passed", False: "failed", None: "skipped"}[verdict.passed]
+    _say("; ".join([f"{scenario.name}: {words} in {verdict.wall_s:g} s", *verdict.reasons]))
     return verdict
 
 
@@ -116,17 +114,20 @@ def _table(verdicts: list[Verdict]) -> None:
 
     table = Table()
     for column in ("scenario", "model", "ZeRO", "result", "recovery s", "replayed", "lost", "s"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column)
     for v in verdicts:
         result = {True: "passed", False: "failed", None: "skipped"}[v.passed]
         table.add_row(
             v.scenario,
             v.model,
             str(v.zero),
-            result + ("".join(f"\n{reason}" for reason in v.reasons)),
+            result,
             "-" if v.recovery_s is None else f"{v.recovery_s:g}",
             str(v.steps_replayed),
             str(v.steps_lost),
             f"{v.wall_s:g}",
         )
     Console().print(table)
+    for v in verdicts:
+        for reason in v.reasons:
+            typer.echo(f"{v.scenario}: {reason}")

@@ -179,9 +179,10 @@ class Injector:
     ) -> None:
         """Say that the worker is in ``phase`` of ``step``; a fault may strike here.
 
-        ``step`` counts from 0. ``tensors``: what the phase (send, receive, sum) works on; numeric
-        faults change them in place. May be called from any thread, and may raise, stop or end the
-        process.
+        ``step`` counts from 0; in checkpoint, recovery and join it is the number of committed steps
+        (a newcomer, which cannot know it, says 0). ``tensors``: what the phase (send, receive, sum)
+        works on; numeric faults change them in place. May be called from any thread, and may raise,
+        stop or end the process.
 
         Raises:
             InjectedError: a crash by exception.
@@ -192,6 +193,8 @@ class Injector:
             self._save_step = step
         if not self._armed:
             return
+        if phase == "join" and step == 0:
+            step = max((m["step"] for m in self._folder.metrics() if "loss" in m), default=0)
         self._strike(phase, step, None, stage, microbatch, tensors)
 
     def after_action(self, duration_s: float) -> None:

@@ -80,7 +80,8 @@ class FaultSpec(BaseModel):
     """One fault: what happens, to whom, and when.
 
     It strikes at the first ``count`` occasions on which its worker reaches ``phase`` in a step
-    from ``step`` on (until ``until_step``), counted over all lives of the worker.
+    from ``step`` on (until ``until_step``), counted over all lives of the worker. In checkpoint,
+    recovery and join the step is the number of committed steps.
     """
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
