@@ -89,4 +89,6 @@ def shape_of(config: Config, workers: int) -> Shape:
     if parallel.cuts is not None:
         cuts = (0, *parallel.cuts, layers)
     layout = Layout(cuts, parallel.microbatches, parallel.redundancy, parallel.schedule)
-    return Shape(workers, make_plan(layout, range(workers), 1).holders)
+    plan = make_plan(layout, range(workers), 1)
+    executors = tuple(tuple(sorted(set(stage))) for stage in plan.executors)
+    return Shape(workers, plan.holders, executors)

@@ -43,8 +43,8 @@ def _one(**fault: Any) -> Callable[[Shape], Sequence[dict[str, Any]]]:
     return lambda shape: [fault]
 
 
-def _holder(stage: int, **more: Any) -> Callable[[Shape], Sequence[dict[str, Any]]]:
-    return lambda shape: [crash(shape.holders[stage][0], **more)]
+def _executor(stage: int, **more: Any) -> Callable[[Shape], Sequence[dict[str, Any]]]:
+    return lambda shape: [crash(shape.executors[stage][0], **more)]
 
 
 def _kills() -> Iterator[Scenario]:
@@ -81,7 +81,7 @@ def _kills() -> Iterator[Scenario]:
         yield Scenario(
             f"kill-{name}-stage",
             f"SIGKILL of the executor of the {name} stage",
-            _holder(stage, phase="backward"),
+            _executor(stage, phase="backward"),
         )
     yield Scenario(
         "kill-leader",
@@ -97,7 +97,7 @@ def _kills() -> Iterator[Scenario]:
     yield Scenario(
         "kill-last-copy",
         "SIGKILL of the only holder of a stage (tier 1 or 2)",
-        _holder(1, phase="forward"),
+        _executor(1, phase="forward"),
         overrides={"parallel.redundancy": 1},
         expect=Expectation(lost=12),
     )
@@ -139,7 +139,7 @@ def _hangs() -> Iterator[Scenario]:
 
 def _several() -> Iterator[Scenario]:
     def two_stages(shape: Shape) -> list[dict[str, Any]]:
-        return [crash(w, phase="backward") for w in shape.elsewhere(0, 2)]
+        return [crash(shape.executors[stage][0], phase="backward") for stage in (0, 2)]
 
     yield Scenario(
         "two-at-once",

@@ -85,7 +85,7 @@ class Runner:
         shape = base.shape_of(config, scenario.workers)
         raw["faults"] = list(scenario.faults(shape))
         config = base.checked(raw, scenario.name)
-        twin = self._twin(config, scenario.workers)
+        twin = self._twin(config)
         folder = self.folder / f"{scenario.name}-{self.model}-zero{self.zero}"
         if folder.exists():
             shutil.rmtree(folder)
@@ -103,8 +103,9 @@ class Runner:
             shutil.rmtree(folder)
         return verdict
 
-    def _twin(self, config: Config, workers: int) -> judge.Twin:
-        """The undisturbed run of the same result, from the cache or run now.
+    def _twin(self, config: Config) -> judge.Twin:
+        """The undisturbed run of the same result, from the cache or run now, by one worker alone:
+        the number of workers must not matter either.
 
         Raises:
             DtrainError: it failed: then nothing can be compared.
@@ -120,7 +121,7 @@ class Runner:
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
             undisturbed = config.model_copy(update={"faults": []})
-            job = TorchrunJob(_write(folder, undisturbed), run_dir, folder, workers=workers)
+            job = TorchrunJob(_write(folder, undisturbed), run_dir, folder, workers=1)
             try:
                 job.start()
                 _wait(job, Watch(run_dir), (), None, 300.0)

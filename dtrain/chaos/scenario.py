@@ -12,15 +12,14 @@ Deed = Literal["kill", "cut", "mute", "delay", "heal", "start", "sigterm", "stop
 
 @dataclass(frozen=True)
 class Shape:
-    """The job's first plan. ``holders[s]``: the workers that hold stage ``s``, lowest first."""
+    """The job's first plan.
+
+    ``holders[s]``: the workers that hold stage ``s``; ``executors[s]``: those of them that run it.
+    """
 
     workers: int
     holders: tuple[tuple[int, ...], ...]
-
-    def elsewhere(self, stage: int, other: int) -> tuple[int, int]:
-        """A holder of ``stage`` and one of ``other`` that are different workers."""
-        first = self.holders[stage][0]
-        return first, next(w for w in reversed(self.holders[other]) if w != first)
+    executors: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
