@@ -16,7 +16,6 @@ import os
 import platform
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -130,8 +129,8 @@ class RunFolder:
         """Whether all that happened here is that a run's input was found to be bad."""
         if (self.path / "run.json").exists():
             return False
-        newest = deque(self.events(), maxlen=1)
-        return bool(newest) and newest[0]["kind"] == "user_error"
+        newest = {event["worker"]: event["kind"] for event in self.events()}
+        return "user_error" in newest.values() and "trainer_started" not in newest.values()
 
     def _check_identity(self, file: Path, wanted: dict[str, Any]) -> None:
         try:

@@ -66,6 +66,10 @@ def test_a_folder_in_which_a_run_was_refused_is_free_for_the_mended_one(tmp_path
     folder.claim(config(), "abc")
     folder.event("trainer_started", worker=0, reason="")
     folder.event("user_error", worker=0, reason="model: layer 0: ...")
+    folder.event("trainer_started", worker=1, reason="")
+    with pytest.raises(DtrainError, match="seed: expected 0"):
+        folder.claim(config(seed=7), "abc")
+    folder.event("trainer_stopped", worker=1, reason="SIGTERM")
     assert not folder.claim(config(seed=7), "abc")
     folder.event("trainer_started", worker=0, reason="")
     with pytest.raises(DtrainError, match="seed: expected 7"):

@@ -84,6 +84,11 @@ def normalize_rows(features: CsrFeatures) -> CsrFeatures:
 def _only_name(place: Location) -> str:
     try:
         files = [posixpath.basename(str(path)) for path in place.fs.ls(place.path, detail=False)]
+    except FileNotFoundError as error:
+        raise DtrainError(
+            f"planetoid {place.url}: expected a folder with files such as ind.cora.allx, found "
+            "none; give the folder, and --name where it holds several data sets"
+        ) from error
     except Exception as error:
         unreadable(f"planetoid {place.url}", error)
     names = sorted(m[1] for f in files if (m := re.fullmatch(r"ind\.(.+)\.allx", f)))
