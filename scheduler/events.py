@@ -14,6 +14,10 @@ class Peer:
     worker: int
     incarnation: str
 
+    def __hash__(self) -> int:
+        # Incarnations differ, and Python remembers a string's hash.
+        return hash(self.incarnation)
+
 
 @dataclass(frozen=True)
 class Announcement:

@@ -14,6 +14,7 @@ when they come, and stay: a peer that was lost once is not taken back in the sam
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 from dtrain.scheduler.events import (
@@ -75,8 +76,9 @@ class Membership:
     worker's newest announcement. ``lives``: each worker's newest life. ``newest``: the newest
     proposal seen, entered or not. ``current``: the newest one entered. ``named``: the newest
     proposal that names each peer. ``proposed``: the newest number that this worker proposed.
-    ``now_s``: the time of the newest step; ``since_s``: when it began to gather; ``loss_s``: when
-    it last lost somebody who may be alive.
+    ``interrupted``: the newest number that it was in and knows to be broken. ``now_s``: the time of
+    the newest step; ``since_s``: when it began to gather; ``loss_s``: when it last lost somebody
+    who may be alive.
     """
 
     me: Announcement
@@ -89,11 +91,14 @@ class Membership:
     newest: Proposal | None = None
     named: dict[Peer, int] = field(default_factory=dict)
     answers: set[Peer] = field(default_factory=set)
-    story: list[str] = field(default_factory=list)
+    story: deque[tuple[float, str, Event]] = field(
+        default_factory=lambda: deque(maxlen=_STORY_LENGTH)
+    )
     now_s: float = 0.0
     since_s: float = 0.0
     loss_s: float = 0.0
     proposed: int = 0
+    interrupted: int = 0
     _former: frozenset[Peer] = frozenset()
     _round_at_loss: dict[Peer, int] = field(default_factory=dict)
     _heard_s: dict[Peer, float] = field(default_factory=dict)
@@ -140,8 +145,7 @@ class Membership:
         if self.state == "evicted":
             return []
         if not isinstance(event, Tick):
-            self.story.append(f"{self.now_s:.3f} {self.state}: {_told(event)}")
-            del self.story[:-_STORY_LENGTH]
+            self.story.append((self.now_s, self.state, event))
         match event:
             case Announced(announcement):
                 return self._hear(announcement)
@@ -233,7 +237,8 @@ class Membership:
         """The newest generation cannot go on."""
         if self.state == "answering":
             self._gather(reason)
-        elif self.state == "member":
+        elif self.state == "member" and self.interrupted < self.number:
+            self.interrupted = self.number
             return [Interrupt(reason)]
         return []
 
@@ -472,7 +477,8 @@ class Membership:
         return [Enter(standing, f"all {len(standing.members)} members answered")]
 
     def _fail(self, what: str) -> None:
-        raise ImpossibleTransitionError(f"{what}; story: {'; '.join(self.story)}")
+        story = "; ".join(f"{at:.3f} {state}: {_told(event)}" for at, state, event in self.story)
+        raise ImpossibleTransitionError(f"{what}; story: {story}")
 
 
 def _told(event: Event) -> str:
