@@ -298,7 +298,7 @@ class World(Checks):
                 self._cut_off(life)
             elif life.machine.state in ("gathering", "answering"):
                 life.soon()
-            for peer in life.machine.watched():
+            for peer in sorted(life.machine.watched()):
                 self._look_at(life, peer)
 
     def _cut_off(self, life: Life) -> None:
