@@ -105,6 +105,15 @@ class CheckpointStore:
         with self._store_errors("listed"):
             return self._catalog.committed()
 
+    def unfinished(self) -> builtins.list[str]:
+        """Folders of saves that are under way or were broken off, oldest first.
+
+        Raises:
+            CheckpointError: the store cannot be read.
+        """
+        with self._store_errors("listed"):
+            return [folder for _, folder, committed in self._catalog.scan() if not committed]
+
     def newest(
         self,
         identity: Mapping[str, Any] | None = None,
