@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from dtrain.environment import default_variable
@@ -184,7 +184,7 @@ class Communicator:
             world.pg_coalesce_state,
         ):
             table.clear()
-        c10d._unregister_all_process_groups()
+        c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
         world.group_count = 0
 
     def close(self) -> None:

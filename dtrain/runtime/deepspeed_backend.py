@@ -34,7 +34,7 @@ class PolledWork:
         self._comm.wait(self._work, self._what)
 
 
-class GenerationBackend(TorchBackend):
+class GenerationBackend(TorchBackend):  # type: ignore[misc]
     """DeepSpeed's backend over one generation's groups."""
 
     def __init__(self, comm: Communicator) -> None:

@@ -9,6 +9,7 @@ is ``2**-53 * M`` of the largest entry: far under float32's own ``2**-24``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -49,7 +50,7 @@ def exact_sum(
     rows = [_flat(grads[m], sizes, device) for m in sorted(grads)]
     local = torch.stack(rows) if rows else torch.zeros(0, total, dtype=torch.float32, device=device)
     maxabs = torch.zeros(len(sizes), dtype=torch.float64, device=device)
-    for i, part in enumerate(local.split(sizes, dim=1)):
+    for i, part in enumerate(_columns(local, sizes)):
         if part.numel():
             # A NaN would get lost in an all-reduce MAX; infinity does not.
             largest = part.abs().amax().double()
@@ -64,12 +65,12 @@ def exact_sum(
             )
     steps = [quantum(largest, num_microbatches) for largest in largest_of]
     acc = torch.zeros(total, dtype=torch.float64, device=device)
-    for part, out, q in zip(local.split(sizes, dim=1), acc.split(sizes), steps, strict=True):
+    for part, out, q in zip(_columns(local, sizes), _columns(acc, sizes), steps, strict=True):
         for row in part:
             out += (row.double() / q).round_()
     acc = reduce_sum(acc)
     result = []
-    for part, q, parameter in zip(acc.split(sizes), steps, parameters, strict=True):
+    for part, q, parameter in zip(_columns(acc, sizes), steps, parameters, strict=True):
         result.append((part * q).float().reshape(parameter.shape))
     return result
 
@@ -80,6 +81,12 @@ def quantum(maxabs: float, num_microbatches: int) -> float:
         return 1.0
     _, exponent = math.frexp(maxabs)
     return math.ldexp(1.0, exponent + (num_microbatches - 1).bit_length() - 52)
+
+
+def _columns(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The last dimension's parts of the given sizes, as views."""
+    ends = list(itertools.accumulate(sizes))
+    return [flat[..., end - n : end] for n, end in zip(sizes, ends, strict=True)]
 
 
 def _flat(grads: Sequence[Tensor | None], sizes: Sequence[int], device: torch.device) -> Tensor:

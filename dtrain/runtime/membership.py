@@ -80,6 +80,7 @@ class Roster:
         self._entered: Proposal | None = None
         self._error: Exception | None = None
         self._broken: dict[int, str] = {}
+        self._interrupted: str | None = None
         self._newcomers = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="dtrain-roster", daemon=True)
@@ -121,6 +122,7 @@ class Roster:
             self._check()
             self._entered = None
             self._fault = None
+            self._interrupted = None
             self._vote = vote
             self._plan = None
             if plan is not None:
@@ -153,6 +155,8 @@ class Roster:
                 fault.set(f"worker {peer.worker} {lost.reason}")
         if machine.current.number in self._broken:
             fault.set(self._broken[machine.current.number])
+        if self._interrupted is not None:
+            fault.set(self._interrupted)
         if machine.state == "evicted":
             fault.set("evicted")
 
@@ -239,7 +243,7 @@ class Roster:
     def _understand(self, entry: Entry) -> list[core.Event]:
         kind = entry["type"]
         if kind == "announced":
-            announcement = _announcement(entry["announcement"])
+            announcement = Announcement.from_json(entry["announcement"])
             self._addresses[announcement.peer] = Address(**entry["address"])
             vote = entry["vote"]
             self._details[announcement.peer] = Detail(
@@ -250,9 +254,7 @@ class Roster:
             )
             return [core.Announced(announcement)]
         if kind == "proposed":
-            raw = entry["proposal"]
-            members = tuple(_announcement(m) for m in raw.pop("members"))
-            return [core.Proposed(Proposal(members=members, **raw))]
+            return [core.Proposed(Proposal.from_json(entry["proposal"]))]
         if kind == "answered":
             return [core.Answered(entry["number"], Peer(**entry["peer"]))]
         if kind == "broken":
@@ -280,17 +282,12 @@ class Roster:
                 with self._condition:
                     self._entered = proposal
                     self._condition.notify_all()
+            case core.Interrupt(reason):
+                self._interrupted = reason
+                self._look_for_faults()
             case core.Withdraw(reason):
                 with self._condition:
                     self._error = EvictedError(f"worker {self._me.worker}: {reason}")
                     self._condition.notify_all()
         # Something follows from most instructions: look again at once.
         self._wake.set()
-
-
-def _announcement(raw: dict[str, Any]) -> Announcement:
-    fields = dict(raw)
-    fields["peer"] = Peer(**fields["peer"])
-    fields["stages"] = tuple(fields["stages"])
-    fields["snapshots"] = tuple((step, stage) for step, stage in fields["snapshots"])
-    return Announcement(**fields)

@@ -169,29 +169,6 @@ class Checkpoints:
                 names.append(entry)
         return StageState(self._store.load_tensors(info, names), progress.copy())
 
-    def save(
-        self,
-        progress: Progress,
-        states: Mapping[int, StageState],
-        comm: Communicator,
-        on_warning: Callable[[str], None],
-    ) -> CheckpointInfo:
-        """Save and commit the run at ``progress.step``; every worker calls it.
-
-        Raises:
-            CheckpointError: nothing was committed, on any worker. PeerLostError: a fault.
-        """
-        info = self._store.save(
-            progress.step,
-            _tensors(states),
-            self._record(progress, comm),
-            exchange=SaveGroup(comm),
-            retention=self._retention(progress),
-            on_warning=on_warning,
-        )
-        self.last_saved = progress.step
-        return info
-
     def save_async(
         self,
         progress: Progress,

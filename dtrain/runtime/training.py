@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint import CheckpointError, weights_sha256
+from dtrain.checkpoint import CheckpointError, PendingSave, weights_sha256
 from dtrain.config import identity_digest
 from dtrain.errors import LeftError, PeerLostError, ShutdownError
 from dtrain.evaluate import evaluate
@@ -51,7 +51,7 @@ class Training:
         self._leaving = leaving
         self._sharded = sharded
         self._prefetcher: Prefetcher | None = None
-        self._began = time.monotonic()
+        self._pending: PendingSave | None = None
 
     def run(self) -> tuple[bool, str]:
         """Train; (True, reason) when the run is done, (False, reason) to regroup.
@@ -93,6 +93,7 @@ class Training:
     def _part(self, reason: str) -> tuple[bool, str]:
         """Leave the generation in good order at a step boundary."""
         assert self._generation.comm is not None
+        self._await_save()
         self._generation.comm.all_reduce(torch.zeros(1))
         self._generation.comm.close()
         return False, reason
@@ -163,6 +164,8 @@ class Training:
             self._log_step(outcome.step, outcome.loss, outcome.norm, outcome.step_time_s)
             self._report.step(progress.step, outcome.loss)
         self._snapshots.take()
+        if self._pending is not None and self._pending.done():
+            self._await_save()
         self._due()
 
     def _due(self) -> None:
@@ -196,26 +199,40 @@ class Training:
             return
         self._around.heartbeat.phase("checkpoint", progress.step, waiting=True)
         self._around.injector.reach("checkpoint", progress.step)
-        began = time.perf_counter()
+        self._await_save()
+        self._pending = checkpoints.save_async(
+            progress,
+            self._states(),
+            comm,
+            lambda message: self._event("checkpoint_warning", message),
+        )
+        if must or not self._job.config.checkpoint.async_save:
+            self._await_save(must=must)
+
+    def _await_save(self, *, must: bool = False) -> None:
+        """Wait for the save under way, and tell what came of it.
+
+        Raises:
+            CheckpointError: nothing was committed, and it ``must`` be. PeerLostError: a fault.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
         try:
-            info = checkpoints.save(
-                progress,
-                self._states(),
-                comm,
-                lambda message: self._event("checkpoint_warning", message),
-            )
+            info = pending.result()
         except CheckpointError as error:
+            self._around.checkpoints.last_saved = None
             if self._generation.leads:
-                self._event("checkpoint_failed", str(error), step=progress.step)
+                self._event("checkpoint_failed", str(error), step=pending.step)
             if must:
                 raise
             return
         if self._generation.leads:
             self._event(
                 "checkpoint_saved",
-                f"{info.name} committed at {checkpoints.url}",
-                step=progress.step,
-                seconds=round(time.perf_counter() - began, 4),
+                f"{info.name} committed at {self._around.checkpoints.url}",
+                step=pending.step,
+                stall_s=round(pending.stall_s, 4),
             )
 
     def _leave(self, outcome: Outcome) -> tuple[bool, str]:

@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,6 +141,7 @@ class Transport:
         self._generation = 0
         self._fault = FaultFlag()
         self._closing = False
+        self._turn_s = time.monotonic()
         self._token = secrets.token_hex(32)
         self._listener = socket.create_server((host, 0), backlog=256)
         self._listener.setblocking(False)
@@ -239,10 +241,7 @@ class Transport:
                 self._update_interest()
                 if self._closing:
                     deadline = deadline or time.monotonic() + 2.0
-                    waiting = any(
-                        o.queue and o.events and o.connected for o in self._outgoing.values()
-                    )
-                    if not waiting or time.monotonic() > deadline:
+                    if not self._unsent() or time.monotonic() > deadline:
                         return
                 for selected, mask in self._selector.select(self._lease_s / 5):
                     if selected.fileobj is self._wake_r:
@@ -259,6 +258,9 @@ class Transport:
             raise
         finally:
             self._release()
+
+    def _unsent(self) -> bool:
+        return any(o.queue and o.events and o.connected for o in self._outgoing.values())
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -361,6 +363,14 @@ class Transport:
     def _keep_alive(self) -> None:
         """Beat on idle connections; report peers that have been silent for the lease."""
         now = time.monotonic()
+        late_s = now - self._turn_s
+        self._turn_s = now
+        if late_s > self._lease_s / 2:
+            # It was this thread that did not run: what the peers sent meanwhile is still unread.
+            for peer in self._heard_s:
+                self._heard_s[peer] += late_s
+            for outgoing in self._outgoing.values():
+                outgoing.began_s += late_s
         for outgoing in list(self._outgoing.values()):
             if not outgoing.events:
                 continue
@@ -542,4 +552,5 @@ def _header(generation: int, key: Key, tensors: Sequence[Tensor]) -> bytes:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous, non-empty CPU tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)

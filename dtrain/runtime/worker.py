@@ -26,6 +26,7 @@ from dtrain.runtime.state import Checkpoints
 from dtrain.runtime.store_log import StoreLog
 from dtrain.runtime.training import Training
 from dtrain.runtime.transport import Loss, Transport
+from dtrain.runtime.warmup import warm_up
 from dtrain.scheduler.membership import MembershipPolicy, Peer
 
 _STORE_CALL_S = 10.0
@@ -45,7 +46,7 @@ def trainer_main(spec: TrainerSpec, heartbeat: Heartbeat | None = None) -> None:
     torch.set_num_threads(config.parallel.threads_per_worker)
     torch.use_deterministic_algorithms(True)
     # The default also fills all uninitialised memory, such as DeepSpeed's buckets of gigabytes.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _Life(spec, config, heartbeat or Heartbeat(), leaving).run()
 
 
@@ -123,6 +124,7 @@ class _Life:
             supervisor_pid=self._spec.supervisor_pid,
             incarnation=self._spec.incarnation,
         )
+        warm_up(around.job)
         around.injector.reach("join", 0)
         try:
             with self._report:

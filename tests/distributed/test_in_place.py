@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -59,3 +61,128 @@ def test_survivors_go_on_and_a_respawned_worker_joins(
     assert record["workers"] == 4
     assert record["steps_replayed"] <= 2
     assert not job.events("resumed")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("victims", "tier"), [((1, 2), 0), ((2, 3), 1)], ids=["two-stages", "all-holders-of-one"]
+)
+def test_two_at_once(
+    trainers: Trainers,
+    raw: dict[str, Any],
+    wanted: dict[str, Any],
+    victims: tuple[int, int],
+    tier: int,
+) -> None:
+    job = trainers.start(raw, 4, "run")
+    job.wait_for_step(8)
+    job.signal(signal.SIGKILL, *victims)
+    for victim in victims:
+        job.processes[victim].join()
+        job.start(victim)
+    assert job.join() == [0] * 4
+    record = assert_same(trainers, job, wanted)
+    started = job.events("generation_started")
+    assert started[1]["tier"] == tier, started[1]["settlement"]
+    assert record["steps_replayed"] <= 3
+    assert not job.events("resumed")
+
+
+@pytest.mark.timeout(200)
+def test_the_last_one_carries_on_alone(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    job = trainers.start(raw, 3, "run")
+    for step, victim in ((6, 0), (14, 2)):
+        job.wait_for_step(step)
+        job.kill(victim)
+    assert job.join() == [-signal.SIGKILL, 0, -signal.SIGKILL]
+    record = assert_same(trainers, job, wanted)
+    assert record["workers"] == 1
+    assert record["generations"] == 3
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_stopped_worker_is_left_behind_and_changes_nothing_when_it_wakes(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any], zero: int
+) -> None:
+    changed = merged(raw, [("deepspeed.zero_optimization.stage", zero), ("robust.lease_s", 1.5)])
+    job = trainers.start(changed, 4, "run")
+    job.wait_for_step(8)
+    job.signal(signal.SIGSTOP, 2)
+    stopped = time.monotonic()
+    while len(job.events("generation_started")) < 2:
+        assert time.monotonic() < stopped + 20
+        time.sleep(0.01)
+    job.signal(signal.SIGCONT, 2)
+    assert job.join() == [0, 0, 1, 0]
+    reports = job.reports()
+    assert reports[2] is not None
+    assert reports[2]["kind"] == "evicted"
+    assert_same(trainers, job, wanted)
+
+
+@pytest.mark.timeout(200)
+def test_churn(trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]) -> None:
+    job = trainers.start(raw, 3, "run")
+    for step in range(4, 45, 5):
+        job.wait_for_step(step)
+        victim = step % 3
+        job.kill(victim)
+        job.start(victim)
+    assert job.join() == [0] * 3
+    assert_same(trainers, job, wanted)
+
+
+@pytest.mark.timeout(200)
+def test_a_worker_that_is_told_to_leave_leaves_and_the_others_go_on(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    job = trainers.start(raw, 3, "run")
+    job.wait_for_step(8)
+    job.signal(signal.SIGTERM, 1)
+    assert job.join() == [0] * 3
+    reports = job.reports()
+    assert reports[1] is not None
+    assert reports[1]["kind"] == "left"
+    record = assert_same(trainers, job, wanted)
+    assert record["steps_replayed"] == 0
+    assert record["workers"] == 2
+
+
+@pytest.mark.timeout(200)
+def test_a_further_worker_joins(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    job = trainers.start(raw, 2, "run")
+    job.wait_for_step(8)
+    job.start(2)
+    assert job.join() == [0] * 3
+    record = assert_same(trainers, job, wanted)
+    assert record["workers"] == 3
+    assert record["steps_replayed"] == 0
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("phase", ["recovery", "join", "vote", "apply", "sum", "receive"])
+def test_a_crash_in_a_phase(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any], phase: str
+) -> None:
+    """A fault during a recovery or a join is preceded by the one that caused it."""
+    fault = {"kind": "crash", "how": "sigkill", "worker": 1, "phase": phase, "step": 9}
+    if phase in ("recovery", "join"):
+        fault["step"] = 0
+    first = [{"kind": "crash", "how": "sigkill", "worker": 3, "phase": "backward", "step": 7}]
+    second = [fault] if phase not in ("recovery", "join") else [fault | {"step": 1}]
+    job = trainers.start(merged(raw, [("faults", first + second)]), 4, "run")
+    respawned = 0
+    while any(p.is_alive() for p in job.processes):
+        for worker, process in enumerate(job.processes):
+            if process.exitcode == -signal.SIGKILL:
+                job.start(worker)
+                respawned += 1
+        time.sleep(0.01)
+    assert job.join() == [0] * 4
+    assert respawned >= 1
+    assert_same(trainers, job, wanted)

@@ -165,30 +165,38 @@ def torchrun(folder: Path, raw: dict[str, Any], *flags: str) -> subprocess.Popen
 
 
 @pytest.mark.timeout(240)
-def test_plain_torchrun_restarts_a_killed_worker_and_ends_with_the_same_bits(
-    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+def test_plain_torchrun_goes_on_in_place_or_restarts_and_ends_with_the_same_bits(
+    trainers: Trainers, raw: dict[str, Any]
 ) -> None:
+    """A killed trainer is replaced in place; a killed supervisor makes torchrun start anew."""
+    raw = merged(raw, [("train.max_steps", 200)])
+    wanted = trainers.train(raw, 2, "undisturbed")
     folder = trainers.folder / "torchrun"
     folder.mkdir()
     job = torchrun(folder, raw, "--nproc-per-node=3", "--max-restarts=3")
 
-    def events() -> list[dict[str, Any]]:
-        return read_lines(folder / "run/events.jsonl")
+    def events(*kinds: str) -> list[dict[str, Any]]:
+        return [e for e in read_lines(folder / "run/events.jsonl") if e["kind"] in kinds]
 
-    end = time.monotonic() + 100
-    while not any(e["kind"] == "checkpoint_saved" for e in events()):
-        assert time.monotonic() < end
-        assert job.poll() is None, job.communicate()[0]
-        time.sleep(0.005)
-    victim = next(e for e in events() if e["kind"] == "worker_started" and e["worker"] == 1)
+    def wait_for(kind: str, count: int) -> None:
+        end = time.monotonic() + 100
+        while len(events(kind)) < count:
+            assert time.monotonic() < end, f"{kind} did not come"
+            assert job.poll() is None, job.communicate()[0]
+            time.sleep(0.002)
+
+    wait_for("checkpoint_saved", 1)
+    victim = next(e for e in events("worker_started") if e["worker"] == 1)
     psutil.Process(victim["pid"]).kill()
+    wait_for("generation_started", 2)
+    assert not events("resumed")
+    psutil.Process(events("worker_started")[2]["supervisor_pid"]).kill()
     output, _ = job.communicate(timeout=200)
     assert job.returncode == 0, output
     record = yaml.safe_load((folder / "run/run.json").read_text())
     assert record["status"] == "done"
     assert record["weights_sha256"] == wanted["weights_sha256"]
-    assert any(e["kind"] == "resumed" for e in events())
-    assert victim["supervisor_pid"] != victim["pid"]
+    assert events("resumed")
     leftover = [
         p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info["cmdline"])
     ]
