@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.checkpoint import CheckpointError, CheckpointStore, Retention, weights_sha256
+from dtrain.checkpoint import CheckpointError, CheckpointStore, weights_sha256
 from dtrain.errors import PeerLostError
 
 LAYERS = 4
@@ -82,13 +82,6 @@ def killer(number: int) -> Any:
         left[0] -= 1
 
     return at
-
-
-def save_alone(url: str, step: int, keep: int, kill_at: int) -> None:
-    """Save without a group, and die at a point."""
-    store = CheckpointStore(url, killer(kill_at))
-    tensors = stage_tensors(range(LAYERS), step)
-    store.save(step, tensors, {}, retention=Retention(keep))
 
 
 def two_stages(rank: int, world: int, folder: str, url: str) -> None:
@@ -161,12 +154,17 @@ def unshared(rank: int, world: int, folder: str, url: str) -> None:
     dist.destroy_process_group()
 
 
-def one_dies(rank: int, world: int, folder: str, url: str, dying: int) -> None:
-    """One worker is killed while it writes."""
+def one_dies(rank: int, world: int, folder: str, url: str, dying: int, point: str) -> None:
+    """One worker is killed while it saves."""
     join(rank, world, folder)
-    store = CheckpointStore(url, killer(1) if rank == dying else None)
+
+    def die(at: str) -> None:
+        if rank == dying and at == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store = CheckpointStore(url, die)
     try:
-        store.save(2, layer_tensors(rank, 2), {}, exchange=Group(rank))
+        store.save_async(2, layer_tensors(rank, 2), {}, exchange=Group(rank)).result()
         said = "saved"
     except PeerLostError as error:
         said = f"lost: {error}"
