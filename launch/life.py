@@ -14,7 +14,7 @@ from dtrain.launch.report import Report
 from dtrain.launch.signals import StopSignals
 from dtrain.runtime.heartbeat import Heartbeat, Sign
 
-GATHERING = "gathering"
+AGREEING = "agreeing"
 """The phase, by a trainer's heartbeat, in which it waits for others to form a generation."""
 
 _LEAVE_S = 0.5
@@ -160,5 +160,5 @@ class Life:
             self._shorten(now + self._grace_s)
         # A member of the last generation is about to end by itself; a latecomer would wait for
         # a generation that never comes.
-        waits = sign.waiting and sign.phase.startswith(GATHERING)
+        waits = sign.waiting and sign.phase.startswith(AGREEING)
         return waits and now - self._complete_s >= self._lease.tick_s

@@ -206,8 +206,8 @@ def slow_but_alive(spec: TrainerSpec, heartbeat: Heartbeat) -> None:
     time.sleep(2.3)
 
 
-def gathers(spec: TrainerSpec, heartbeat: Heartbeat) -> None:
-    heartbeat.phase("gathering", 0, waiting=True)
+def agrees(spec: TrainerSpec, heartbeat: Heartbeat) -> None:
+    heartbeat.phase("agreeing", 0, waiting=True)
     stays(spec)
 
 

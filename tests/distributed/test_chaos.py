@@ -21,7 +21,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "model", "zero"),
     [
-        ("kill-leader", "sage", 0),
         ("phases", "sage", 0),
         ("all-holders", "sage", 1),
         ("hang-sigstop", "sage", 0),

@@ -148,7 +148,7 @@ def test_a_new_fork_server_takes_over_from_one_that_was_killed(workshop: Worksho
 def test_a_latecomer_finds_the_job_complete(workshop: Workshop) -> None:
     folder = RunFolder(workshop.run)
     folder.write_run(RunRecord("done", steps=1))
-    supervisor = workshop.supervise("gathers", LEASE)
+    supervisor = workshop.supervise("agrees", LEASE)
     workshop.wait_for_trainer()
     time.sleep(1.5)
     assert supervisor.poll() is None, "a record from before its start says nothing"

@@ -24,6 +24,8 @@ class Checks:
 
     def __init__(self) -> None:
         self.standing: dict[int, Proposal] = {}
+        self.proposed: set[tuple[Peer, int]] = set()
+        self.answered: set[tuple[int, Peer]] = set()
         self.named: set[Peer] = set()
         self.evicted: dict[Peer, int] = {}
         self.newest_life: dict[int, tuple[int, Peer]] = {}
@@ -39,6 +41,8 @@ class Checks:
     def check_proposal(self, life: Any, proposal: Proposal) -> None:
         """The first proposal of a number stands; it never takes a running job over."""
         number = proposal.number
+        assert (life.peer, number) not in self.proposed, "proposes a number twice"
+        self.proposed.add((life.peer, number))
         if number in self.standing:
             return
         assert number == len(self.standing) + 1, "a number was left out"
@@ -48,6 +52,9 @@ class Checks:
         assert len(peers) >= self.policy.min_workers
         again = {p for p in peers if p in self.evicted}
         assert not again, f"evicted lives {again} are proposed again"
+        before = self.standing.get(number - 1)
+        if before is not None:
+            self._check_succession(life, before, proposal)
         self.standing[number] = proposal
         self.evicted |= {p: number for p in self.named - peers if p not in self.evicted}
         self.named |= peers
@@ -57,6 +64,26 @@ class Checks:
             assert peers & set(course.peers.values()), (
                 f"generation {number} takes over from generation {course.number}, which runs"
             )
+
+    def _check_succession(self, life: Any, before: Proposal, proposal: Proposal) -> None:
+        """Members lead, and only who is lost for somebody is left behind."""
+        former, peers = before.peers(), proposal.peers()
+        assert life.peer in former or not former & peers, "a newcomer leads members"
+        for peer in former - peers:
+            left = self.lives[peer]
+            replaced = self.newest_life_of(peer.worker) is not left
+            if not left.alive or left.leaving or replaced:
+                continue
+            lost = any(
+                (peer, sure) in self.lives[p].told or (p, sure) in left.told
+                for p in peers
+                for sure in (True, False)
+            )
+            assert lost, f"{peer} is left behind for nothing"
+
+    def newest_life_of(self, worker: int) -> Any:
+        """The newest life of a worker."""
+        return self.current[worker]
 
     def _running(self) -> list[Any]:
         """One course of each generation that all its members are in and can go on with."""
@@ -68,7 +95,7 @@ class Checks:
             lives = [self.lives[p] for p in course.peers.values()]
             together = all(
                 other.alive
-                and other is self.current[other.peer.worker]
+                and other is self.newest_life_of(other.peer.worker)
                 and not other.stopped
                 and other.course is not None
                 and other.course.number == course.number
@@ -84,6 +111,8 @@ class Checks:
         number, peer = proposal.number, life.peer
         assert proposal == self.standing[number], "another membership than the one that stands"
         assert peer in proposal.peers()
+        answered = {p for n, p in self.answered if n == number}
+        assert answered >= proposal.peers(), "enters before all have answered"
         assert number > self.entered.get(peer, 0), "a number that does not grow"
         self.entered[peer] = number
         assert self.evicted.get(peer, number + 1) > number, "an evicted life enters"

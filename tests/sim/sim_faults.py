@@ -60,6 +60,24 @@ def crash_on_instruction(world: World, chance: random.Random) -> None:
         crash_one(world, chance)
 
 
+def crash_in_vote(world: World, chance: random.Random) -> None:
+    """A crash when the first worker has just seen the full vote, of that worker or another."""
+    if world.run(1.5, lambda: any(life.memory.voted for life in world.living)):
+        crash_one(world, chance)
+
+
+def unreachable_newcomers(world: World, chance: random.Random) -> None:
+    """As many newcomers as the job has workers, which reach the log and each other alone."""
+    old = sorted(world.current)
+    first = max(old) + 1
+    new = list(range(first, first + chance.randint(1, world.policy.world_size)))
+    if first > 8:
+        return
+    world.deaf = {(a, b) for a in old for b in new} | {(b, a) for a in old for b in new}
+    world.start(*new)
+    world._at(world.now + chance.choice([0.5, 2.0, 5.0, 20.0]), None, world.heal)
+
+
 def hang(world: World, chance: random.Random) -> None:
     """A stop; the supervisor kills it later, or it wakes by itself before or after that."""
     life = world.current[chance.choice(sorted(world.current))]
@@ -130,7 +148,8 @@ FAULTS = (
     + [crash_some] * 2
     + [crash_on_instruction] * 4
     + [hang] * 3
-    + [replace, split, split, deafen, leave, join, join, restart]
+    + [crash_in_vote] * 3
+    + [unreachable_newcomers, replace, split, split, deafen, leave, join, join, restart]
 )
 
 

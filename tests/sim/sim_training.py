@@ -174,7 +174,7 @@ class Course:
         self.life.memory.voted = True
         self.world.check_commit(self)
         self.world.later(
-            self.life, self.world.delay(), lambda: self._when_in(lambda: self._apply(regroup))
+            self.life, 2 * self.world.delay(), lambda: self._when_in(lambda: self._apply(regroup))
         )
 
     def _apply(self, regroup: bool) -> None:

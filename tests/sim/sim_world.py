@@ -102,6 +102,7 @@ class Life:
             case core.Propose(proposal):
                 world.propose(self, proposal)
             case core.Answer(number):
+                world.answered.add((number, self.peer))
                 world.append(core.Answered(number, self.peer))
             case core.Enter(proposal):
                 world.check_enter(self, proposal)

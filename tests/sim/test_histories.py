@@ -25,8 +25,10 @@ def test_every_invariant_holds_in_random_histories(part: int) -> None:
         world = any_history(seed)
         tiers.update(world.tiers)
         generations += len(world.standing)
-    # The histories are worth their name: all ways of recovering were taken.
-    assert HISTORIES < 100 or (min(tiers[t] for t in range(3)) > 0 and generations > HISTORIES / 4)
+    if HISTORIES >= 100 * PARTS:
+        # The histories are worth their name: all ways of recovering were taken.
+        assert min(tiers[tier] for tier in range(3)) > 0
+        assert generations > 2 * HISTORIES / PARTS
 
 
 def test_a_history_is_the_same_whenever_it_is_run() -> None:
