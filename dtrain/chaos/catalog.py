@@ -43,6 +43,10 @@ def _one(**fault: Any) -> Callable[[Shape], Sequence[dict[str, Any]]]:
     return lambda shape: [fault]
 
 
+def _all(*faults: dict[str, Any]) -> Callable[[Shape], Sequence[dict[str, Any]]]:
+    return lambda shape: faults
+
+
 def _executor(stage: int, **more: Any) -> Callable[[Shape], Sequence[dict[str, Any]]]:
     return lambda shape: [crash(shape.executors[stage][0], **more)]
 
@@ -245,15 +249,24 @@ def _storage() -> Iterator[Scenario]:
 
 
 def _job() -> Iterator[Scenario]:
-    for how in HOW["store"]:
-        past = {"kill": "killed", "stop": "stopped"}[how]
+    for how, past in (("kill", "killed"), ("stop", "stopped")):
+        fault: dict[str, Any] = {"kind": "store", "how": how, "worker": 0, "step": _STEP}
+        if how == "stop":
+            # It goes on after the workers have given it up: so torchrun's agent ends too.
+            fault["seconds"] = 45.0
         yield Scenario(
             f"store-{how}",
-            f"the process that hosts the job's store is {past}",
-            _one(kind="store", how=how, worker=0, step=_STEP, seconds=60.0)
-            if how == "stop"
-            else _one(kind="store", how=how, worker=0, step=_STEP),
+            f"the process that hosts the job's store is {past}: training goes on",
+            _one(**fault),
             expect=Expectation(ends="either", lost=14, recovery_s=120.0),
+        )
+        yield Scenario(
+            f"store-{how}-crash",
+            f"the store's host is {past}, then a trainer: the run ends so that it can be resumed",
+            _all(fault, crash(2, _STEP + 6, phase="forward")),
+            expect=Expectation(
+                ends="resumable", lost=20, fired=2, recovery_s=120.0, says="the job's store"
+            ),
         )
     yield Scenario(
         "agent-kill",
@@ -325,6 +338,17 @@ def _hosts() -> Iterator[Scenario]:
             expect=slow,
             **common,
         )
+    yield Scenario(
+        "hosts3-cut-store",
+        "the host of the store is cut off: who cannot reach it must not commit",
+        acts=(Act("cut", 0, _STEP),),
+        hosts=3,
+        workers=6,
+        expect=Expectation(
+            ends="either", replayed=2, lost=20, fired=0, recovery_s=120.0, scratch=True
+        ),
+        limit_s=240.0,
+    )
     long = {"train.max_steps": 200}
     yield Scenario(
         "host-joins",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,9 @@ def chaos_command(
         list[str] | None, typer.Option("--scenario", help="Run this one; may be repeated.")
     ] = None,
     run_all: Annotated[bool, typer.Option("--all", help="Run every scenario.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Each with both models and both ZeRO stages.")
+    ] = False,
     soak: Annotated[
         float | None,
         typer.Option("--soak", metavar="MINUTES", help="Run random schedules for so long."),
@@ -43,6 +47,7 @@ def chaos_command(
 
     Exit code 0 when all scenarios passed that could be run, 1 otherwise.
     """
+    from dtrain.chaos.base import MODELS, ZERO_STAGES
     from dtrain.chaos.catalog import catalog, scenario_named
     from dtrain.chaos.runner import as_json as verdicts_as_json
 
@@ -58,9 +63,12 @@ def chaos_command(
     if soak is not None:
         verdicts = _soak(soak, seed, model, zero, folder, keep)
     else:
+        models = MODELS if matrix and model is None else (model or "sage",)
+        stages = ZERO_STAGES if matrix and zero is None else (zero or 0,)
         names = list(catalog()) if run_all else scenario or []
         for one in [scenario_named(name) for name in names]:
-            verdicts.append(_run(one, folder, model or "sage", zero or 0, keep))
+            for its_model, its_zero in product(models, stages):
+                verdicts.append(_run(one, folder, its_model, its_zero, keep))
     if as_json:
         typer.echo(json.dumps(verdicts_as_json(verdicts)))
     else:

@@ -17,6 +17,7 @@ EXTRAS = {
     "dgl": ("dgl", "DGL datasets"),
     "parquet": ("pyarrow", "edge lists in Parquet"),
     "s3": ("s3fs", "stores and checkpoints on s3://"),
+    "export": ("safetensors", "exports as safetensors"),
     "triton": ("triton", "GPU kernels"),
     "tensorboard": ("tensorboard", "scalars for TensorBoard"),
     "dev": ("pytest", "the tests and checks"),
