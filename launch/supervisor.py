@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
+from dtrain.config import Config
+from dtrain.deepspeed_options import zero_stage
 from dtrain.environment import (
     WorkerPlace,
     grace_s,
@@ -50,11 +52,14 @@ PRELOAD = (
     # The first optimizer that is built imports it, which takes longer than importing torch.
     "torch._dynamo",
     "deepspeed",
-    # Imported by the first engine, and by the first one with ZeRO: 2 s each.
+    # Imported by the first engine that is built.
     "deepspeed.module_inject.auto_ep_layer",
+    "dtrain.runtime.worker",
+)
+PRELOAD_ZERO = (
+    # Imported by the first engine with ZeRO, in 2 s.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch._inductor.compile_fx",
-    "dtrain.runtime.worker",
 )
 
 _QUIET_S = 5.0
@@ -71,7 +76,7 @@ class _End:
 
 
 def supervise(
-    request: RunRequest, *, entry: str = TRAINER, preload: Sequence[str] = PRELOAD
+    request: RunRequest, *, entry: str = TRAINER, preload: Sequence[str] | None = None
 ) -> int:
     """Check the request, keep one trainer running, and return the exit code for this process.
 
@@ -93,6 +98,8 @@ def supervise(
             _tell_address(folder, place)
         supervisor = _Supervisor(run, folder, place, wait_s, signals)
         with ScratchFolder():
+            if preload is None:
+                preload = _preload(run.config)
             end = supervisor.run(entry, preload)
             code = _conclude(end, place, folder, started_s)
             if supervisor.lingering:
@@ -100,6 +107,12 @@ def supervise(
                 sys.stderr.flush()
                 os._exit(code)
         return code
+
+
+def _preload(config: Config) -> tuple[str, ...]:
+    """What trainers of ``config`` need, imported once before they are forked."""
+    sharded = zero_stage(config.deepspeed) or (config.deepspeed.get("bf16") or {}).get("enabled")
+    return PRELOAD + PRELOAD_ZERO if sharded else PRELOAD
 
 
 class _Supervisor:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dtrain.cli import checkpoint, data
+from dtrain.cli import bench, checkpoint, data
 from dtrain.cli.chaos import chaos_command
 from dtrain.cli.env import env_command
 from dtrain.cli.eval import eval_command
@@ -41,6 +41,7 @@ def _options(
 
 
 app.add_typer(data.app, name="data", help="Make and look at graph stores.")
+app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoint.app, name="checkpoint", help="Look at, verify, compare and export.")
 app.command("run", context_settings=CONTEXT, help=USAGE)(run_command)
 app.command("join")(join_command)

@@ -15,14 +15,14 @@ from dtrain.data.importers.options import ImportOptions
 from dtrain.data.synth import SynthSpec, synthesize
 from dtrain.data.writer import write_store
 from dtrain.environment import set_variables, trainer_variables
-from dtrain.launch.supervisor import PRELOAD
+from dtrain.launch.supervisor import PRELOAD, PRELOAD_ZERO
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
     """Start the process that workers are forked from with a trainer's variables and imports."""
     set_variables(trainer_variables(1))
-    multiprocessing.set_forkserver_preload(list(PRELOAD))
+    multiprocessing.set_forkserver_preload([*PRELOAD, *PRELOAD_ZERO])
     multiprocessing.forkserver.ensure_running()
 
 

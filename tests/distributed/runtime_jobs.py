@@ -73,12 +73,37 @@ class Job:
         return [e for e in found if not kinds or e["kind"] in kinds]
 
     def join(self) -> list[int]:
-        """Wait for all trainers; their exit codes."""
+        """Wait for all trainers; their exit codes.
+
+        A trainer that was started too late to be let in is ended, as its supervisor would, once
+        the run is done; it counts as 0.
+        """
         end = time.monotonic() + JOIN_S
+        late: set[int] = set()
+        while any(p.is_alive() for p in self.processes):
+            assert time.monotonic() < end, f"trainers hang: {self.events()[-8:]}"
+            if self._done():
+                for worker in self._latecomers():
+                    late.add(worker)
+                    self.processes[worker].kill()
+            time.sleep(0.02)
         for process in self.processes:
-            process.join(max(0.0, end - time.monotonic()))
-            assert process.exitcode is not None, "a trainer hangs"
-        return [process.exitcode for process in self.processes]
+            process.join()
+        return [0 if w in late else p.exitcode for w, p in enumerate(self.processes)]
+
+    def _done(self) -> bool:
+        file = self.run_dir / "run.json"
+        return file.exists() and json.loads(file.read_text())["status"] == "done"
+
+    def _latecomers(self) -> list[int]:
+        """Living trainers whose life began after the last generation did."""
+        last = self.events("generation_started")[-1]["time"]
+        started = {e["worker"]: e["time"] for e in self.events("worker_started")}
+        return [
+            w
+            for w, p in enumerate(self.processes)
+            if p.is_alive() and (w not in started or started[w] > last)
+        ]
 
     def reports(self) -> list[dict[str, str] | None]:
         """What each trainer reported before it ended; None from one that did not."""

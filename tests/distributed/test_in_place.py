@@ -15,7 +15,7 @@ RAW: dict[str, Any] = {
     "sampler": {"name": "neighbor", "fanouts": [4, 4, 4]},
     "train": {"max_steps": 60, "batch_size": 128},
     "parallel": {"stages": 2, "microbatches": 4},
-    "robust": {"lease_s": 3.0},
+    "robust": {"lease_s": 10.0},
     "deepspeed": {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}},
 }
 
@@ -107,7 +107,7 @@ def test_the_last_one_carries_on_alone(
 def test_a_stopped_worker_is_left_behind_and_changes_nothing_when_it_wakes(
     trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any], zero: int
 ) -> None:
-    changed = merged(raw, [("deepspeed.zero_optimization.stage", zero), ("robust.lease_s", 1.5)])
+    changed = merged(raw, [("deepspeed.zero_optimization.stage", zero), ("robust.lease_s", 3.0)])
     job = trainers.start(changed, 4, "run")
     job.wait_for_step(8)
     job.signal(signal.SIGSTOP, 2)
