@@ -194,7 +194,8 @@ class Membership:
         return self.state == "member" and self.me.peer == min(self._former)
 
     def _hear_answer(self, peer: Peer) -> list[Instruction]:
-        self.answers.add(peer)
+        if peer in self._former:
+            self.answers.add(peer)
         newcomer = self.state == "gathering" and self.me.peer not in self.named and self._echoed
         if newcomer and peer in self.lost and self.lives.get(peer.worker) == peer:
             # It is lost for this worker alone, and a peer that was lost is not taken back.
@@ -271,7 +272,7 @@ class Membership:
             self._gather(f"proposed members {lost} are lost")
             return []
         self.state = "answering"
-        self.answers = set()
+        self.answers = {self.me.peer}
         return [Answer(proposal.number, f"named in generation {proposal.number}")]
 
     def _pass_over(self, proposal: Proposal) -> None:
@@ -344,6 +345,13 @@ class Membership:
     def _evicted(self, peer: Peer) -> bool:
         return peer in self.named and peer not in self._former
 
+    def _awaited(self, peer: Peer) -> bool:
+        """Whether a member of the newest proposal, as far as is known, will announce itself."""
+        known = self.known.get(peer.worker)
+        if known is not None and known.peer == peer and known.seen >= self.number:
+            return False
+        return peer not in self.lost and not self._gone(peer)
+
     def _present(self) -> list[Announcement]:
         """Announcements that still say where their peers stand, of peers that can take part.
 
@@ -388,26 +396,32 @@ class Membership:
             del by_peer[out]
         return list(by_peer.values())
 
+    def _waited_s(self) -> float:
+        return self.now_s - self.since_s
+
     def _give_up(self) -> list[Instruction]:
         """Withdraw where waiting cannot help."""
-        staying = [p for p in self._former if not self._gone(p) and p not in self.lost]
-        if self.me.leaving and not staying:
+        ignored = self.me.peer not in self.named and self._waited_s() >= self.policy.gather_s
+        if not self.me.leaving and not ignored:
+            return []
+        some_stay = any(not self._gone(p) and p not in self.lost for p in self._former)
+        if self.me.leaving and not some_stay:
             return self._withdraw("leaves as it asked; nobody stays")
-        newcomer = self.newest is not None and self.me.peer not in self.named
-        if newcomer and staying and self.now_s - self.since_s >= self.policy.gather_s:
+        if ignored and some_stay:
             # The members may have lost sight of this life, which they then never take in.
-            waited = f"{self.now_s - self.since_s:.0f} s"
-            return self._withdraw(f"generation {self.number} did not let it in within {waited}")
+            return self._withdraw(
+                f"generation {self.number} did not let it in within {self._waited_s():.0f} s"
+            )
         return []
 
     def _try_to_propose(self) -> list[Instruction]:
         number = self.number + 1
         if self.me.leaving or number <= self.proposed:
             return []
+        if any(self._awaited(p) for p in self._former):
+            return []
         present = self._present()
         here = {a.peer for a in present}
-        if any(p not in here and p not in self.lost and not self._gone(p) for p in self._former):
-            return []
         veterans = self._veterans()
         chosen = self._chosen(present, veterans)
         survivors = [a for a in chosen if a.peer in self._former]
@@ -452,8 +466,8 @@ class Membership:
 
     def _why_now(self, chosen: list[Announcement], survivors: list[Announcement]) -> str | None:
         """The reason to propose ``chosen`` at this moment, or None to wait for more."""
-        waited_s = self.now_s - self.since_s
         if not survivors:
+            waited_s = self._waited_s()
             if len(chosen) >= self.policy.world_size:
                 return f"all {len(chosen)} workers have announced themselves"
             if waited_s >= self.policy.gather_s:
@@ -470,7 +484,7 @@ class Membership:
     def _try_to_enter(self) -> list[Instruction]:
         standing = self.newest
         assert standing is not None
-        if not self._former <= self.answers | {self.me.peer}:
+        if len(self.answers) < len(self._former):
             return []
         self.state = "member"
         self.current = standing

@@ -207,7 +207,6 @@ class _Assignment:
                 return moved
             stage, giver = found
             self._give(stage, self._take(stage, giver), taker)
-            heappush(light, (self.load[giver], giver))
             moved += 1
 
     def _giver(self, taker: int, heavy: list[list[tuple[int, int]]]) -> tuple[int, int] | None:

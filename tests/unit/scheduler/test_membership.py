@@ -317,6 +317,33 @@ def test_a_newcomer_that_a_member_cannot_reach_is_passed_over_for_good() -> None
     assert other.joiners() == ()
 
 
+def test_newcomers_give_way_to_members_whatever_their_numbers() -> None:
+    me = member(2, 1)
+    me.step(1.5, Announced(said(0)))
+    me.step(2.0, Lost(peer(1), "has ended", True), Regroup(replace(me.me, stages=(0,)), "a fault"))
+    assert me.proposed == 2
+    me = member(2, 1)
+    me.step(1.5, Announced(said(0, unreachable=(peer(1), peer(2)))))
+    me.step(2.0, Regroup(replace(me.me, stages=(0,)), "a fault"))
+    assert me.step(2.1, back(1)) == []
+    # Worker 1 leads, not 0; without 1 the newcomer is not taken either.
+    assert proposed(me.step(2.2, ended(1))) == (2,)
+
+
+def test_a_life_that_was_evicted_before_it_entered_does_not_count() -> None:
+    me = regrouping(0, 1)
+    me.step(2.1, Announced(said(5)), back(1))
+    everybody = (me.me, said(1, round=2, since=1, seen=1), said(5))
+    me.step(2.2, Proposed(Proposal(2, everybody, "")))
+    me.step(2.3, back(1, seen=2), Announced(said(5, round=2, seen=2)))
+    without = (me.me, said(1, round=3, since=1, seen=2))
+    assert kinds(me.step(2.4, Proposed(Proposal(3, without, "")))) == ["Answer"]
+    me.step(2.5, Announced(said(1, round=4, since=1, seen=3)))
+    assert me.proposed == 4
+    assert me.state == "gathering"
+    assert {a.peer for a in me._present()} == {peer(0), peer(1)}
+
+
 def test_members_ask_to_regroup_for_newcomers_who_are_not_lost() -> None:
     me = member(0, 1)
     me.step(2.0, Announced(said(5)))

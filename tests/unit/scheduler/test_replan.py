@@ -125,6 +125,13 @@ def test_a_worker_that_comes_back_learns_one_stage_and_takes_its_share() -> None
     assert all(len(held) <= 5 for held in third.holders)
 
 
+def test_what_a_lost_worker_left_goes_to_its_replacement_and_the_rest_stays() -> None:
+    plan = replan(make_plan(Layout((0, 1), 4), [0, 1], 1), [0, 2], 2)
+    assert plan.executors == ((0, 2, 0, 2),)
+    plan = replan(make_plan(Layout(even_cuts(2, 2), 1), [0, 1], 1), [0, 2], 2)
+    assert plan.executors == ((0,), (2,))
+
+
 def test_standbys_beyond_redundancy_are_let_go() -> None:
     layout = Layout(even_cuts(2, 2), 4, redundancy=1)
     alone = replan(make_plan(layout, range(4), 1), [0], 2)
