@@ -143,10 +143,12 @@ class World(Checks):
         sharded: bool = False,
         jitter: bool = True,
         compute_s: float = 0.2,
+        closes_on_loss: bool = False,
     ) -> None:
         super().__init__()
         self.random = random.Random(seed)
         self.seed, self.jitter, self.compute_s, self.sharded = seed, jitter, compute_s, sharded
+        self.closes_on_loss = closes_on_loss
         self.layout = Layout(even_cuts(stages, stages), microbatches, redundancy)
         self.policy = MembershipPolicy(world_size or workers, min_workers, 12.0, 2.0)
         self.now = 0.0
@@ -325,6 +327,14 @@ class World(Checks):
             return
         life.told.add((peer, certain))
         life.notice(core.Lost(peer, reason, certain))
+        if self.closes_on_loss and not certain and self.connected(life.peer.worker, peer.worker):
+            # It closes its connections to whom it has lost, who takes that for its end.
+            other = self.lives[peer]
+            self.later(
+                other,
+                self.delay(),
+                lambda: self._tell_lost(other, life.peer, "closed its connection", True),
+            )
         course = life.course
         if course is not None and peer in course.peers.values() and not self.reaches_log(life):
             # The membership has to change and cannot: this is the end, in a resumable state.
