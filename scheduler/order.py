@@ -16,10 +16,19 @@ class _Worker:
     """A worker in the unit-cost execution that fixes the order."""
 
     busy: bool = False
-    ready: list[Action] = field(default_factory=list)
+    # Microbatches whose forward is ready, by stage; stage (negated) and microbatch of backwards.
+    forwards: dict[int, list[int]] = field(default_factory=dict)
+    backwards: list[tuple[int, int]] = field(default_factory=list)
     forwards_left: int = 0
     in_flight: dict[int, int] = field(default_factory=dict)
     order: list[Action] = field(default_factory=list)
+
+    def ready(self, action: Action) -> None:
+        """The action has what it needs."""
+        if action.kind == "F":
+            heapq.heappush(self.forwards.setdefault(action.stage, []), action.microbatch)
+        else:
+            heapq.heappush(self.backwards, (-action.stage, action.microbatch))
 
 
 def order_actions(
@@ -38,7 +47,7 @@ def order_actions(
             state[worker].forwards_left += 1
     last = layout.num_stages - 1
     for microbatch, worker in enumerate(executors[0]):
-        state[worker].ready.append(Action("F", 0, microbatch))
+        state[worker].ready(Action("F", 0, microbatch))
 
     clock: list[tuple[int, int, Action]] = []
     started = 0
@@ -46,12 +55,11 @@ def order_actions(
     now = 0
     while True:
         for worker in free:
-            action = _choose(state[worker], layout)
+            me = state[worker]
+            action = _take(me, layout)
             if action is None:
                 continue
-            me = state[worker]
             me.busy = True
-            me.ready.remove(action)
             me.order.append(action)
             step = 1 if action.kind == "F" else -1
             me.in_flight[action.stage] = me.in_flight.get(action.stage, 0) + step
@@ -67,7 +75,7 @@ def order_actions(
         follower = _follower(done, last)
         if follower is not None:
             heir = executors[follower.stage][follower.microbatch]
-            state[heir].ready.append(follower)
+            state[heir].ready(follower)
             touched.add(heir)
         free = [w for w in sorted(touched) if not state[w].busy]
     if started != 2 * layout.num_stages * layout.microbatches:
@@ -84,22 +92,16 @@ def _follower(done: Action, last_stage: int) -> Action | None:
     return Action("B", done.stage - 1, done.microbatch) if done.stage > 0 else None
 
 
-def _choose(worker: _Worker, layout: Layout) -> Action | None:
+def _take(worker: _Worker, layout: Layout) -> Action | None:
     """The ready action that the schedule starts next on a free worker, if any."""
     if worker.busy:
         return None
-    candidates = []
-    for action in worker.ready:
-        if layout.schedule == "gpipe":
-            if action.kind == "B" and worker.forwards_left:
-                continue
-            rank = (0, action.stage if action.kind == "F" else -action.stage, action.microbatch)
-        elif action.kind == "B":
-            rank = (0, -action.stage, action.microbatch)
-        else:
-            limit = layout.num_stages - action.stage
-            if worker.in_flight.get(action.stage, 0) >= limit:
-                continue
-            rank = (1, -action.stage, action.microbatch)
-        candidates.append((rank, action))
-    return min(candidates)[1] if candidates else None
+    gpipe = layout.schedule == "gpipe"
+    if worker.backwards and not (gpipe and worker.forwards_left):
+        stage, microbatch = heapq.heappop(worker.backwards)
+        return Action("B", -stage, microbatch)
+    for stage in sorted(worker.forwards, reverse=not gpipe):
+        in_flight = worker.in_flight.get(stage, 0)
+        if worker.forwards[stage] and (gpipe or in_flight < layout.num_stages - stage):
+            return Action("F", stage, heapq.heappop(worker.forwards[stage]))
+    return None
