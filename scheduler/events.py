@@ -182,6 +182,22 @@ class Interrupt:
 Instruction = Announce | Propose | Answer | Enter | Withdraw | Interrupt
 
 
+def told(event: Event) -> str:
+    """An event in a few words, for a story."""
+    match event:
+        case Announced(a) | Regroup(a, _):
+            what = f"worker {a.peer.worker} ({a.peer.incarnation}) round {a.round} seen {a.seen}"
+        case Proposed(p):
+            what = f"generation {p.number} of {list(p.workers())}"
+        case Answered(number, peer):
+            what = f"generation {number} by worker {peer.worker}"
+        case Lost(peer, reason, certain):
+            what = f"worker {peer.worker} ({peer.incarnation}) {reason}, certain: {certain}"
+        case _:
+            what = ""
+    return f"{type(event).__name__} {what}".rstrip()
+
+
 @dataclass(frozen=True)
 class MembershipPolicy:
     """How long to wait for whom.

@@ -36,6 +36,7 @@ from dtrain.scheduler.events import (
     Regroup,
     Tick,
     Withdraw,
+    told,
 )
 
 __all__ = [
@@ -352,11 +353,20 @@ class Membership:
             return False
         return peer not in self.lost and not self._gone(peer)
 
-    def _present(self) -> list[Announcement]:
+    def _make_room(self, veterans: frozenset[Peer]) -> list[Instruction]:
+        """Withdraw for a new life that the others can reach, where they are too few without it."""
+        if self._waited_s() < self.policy.split_s:
+            return []
+        chosen = self._chosen(self._present(lost_too=True), veterans)
+        if len(chosen) >= self.policy.min_workers or self.me in chosen:
+            return []
+        return self._withdraw("the others cannot reach it and are too few to go on without it")
+
+    def _present(self, *, lost_too: bool = False) -> list[Announcement]:
         """Announcements that still say where their peers stand, of peers that can take part.
 
         One that was lost and yet announced itself is there for others if not for this worker, for
-        as long as it can be taken to be alive.
+        as long as it can be taken to be alive (``lost_too``: for ever).
         """
         out = []
         for a in self.known.values():
@@ -365,9 +375,13 @@ class Membership:
                 continue
             if peer not in self._former and a.since > 0:
                 continue
-            if peer in self.lost and (
-                a.round <= self._round_at_loss[peer]
-                or self.now_s - self._heard_s[peer] > self.policy.split_s
+            if (
+                not lost_too
+                and peer in self.lost
+                and (
+                    a.round <= self._round_at_loss[peer]
+                    or self.now_s - self._heard_s[peer] > self.policy.split_s
+                )
             ):
                 continue
             out.append(a)
@@ -426,7 +440,7 @@ class Membership:
         chosen = self._chosen(present, veterans)
         survivors = [a for a in chosen if a.peer in self._former]
         if len(chosen) < max(1, self.policy.min_workers):
-            return []
+            return self._make_room(veterans)
         if self.me.peer != min(survivors or chosen, key=lambda a: a.peer.worker).peer:
             return []
         if self._should_wait(here, veterans, [a for a in survivors if a.peer in veterans]):
@@ -491,21 +505,5 @@ class Membership:
         return [Enter(standing, f"all {len(standing.members)} members answered")]
 
     def _fail(self, what: str) -> None:
-        story = "; ".join(f"{at:.3f} {state}: {_told(event)}" for at, state, event in self.story)
+        story = "; ".join(f"{at:.3f} {state}: {told(event)}" for at, state, event in self.story)
         raise ImpossibleTransitionError(f"{what}; story: {story}")
-
-
-def _told(event: Event) -> str:
-    """An event in a few words, for the story."""
-    match event:
-        case Announced(a) | Regroup(a, _):
-            what = f"worker {a.peer.worker} ({a.peer.incarnation}) round {a.round} seen {a.seen}"
-        case Proposed(p):
-            what = f"generation {p.number} of {list(p.workers())}"
-        case Answered(number, peer):
-            what = f"generation {number} by worker {peer.worker}"
-        case Lost(peer, reason, certain):
-            what = f"worker {peer.worker} ({peer.incarnation}) {reason}, certain: {certain}"
-        case _:
-            what = ""
-    return f"{type(event).__name__} {what}".rstrip()

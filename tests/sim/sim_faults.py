@@ -19,7 +19,7 @@ def any_world(seed: int) -> World:
         stages=chance.randint(1, min(3, workers)),
         microbatches=chance.randint(1, 4),
         redundancy=chance.choice([1, 2, 2, 3]),
-        min_workers=chance.choice([1, 1, 1, 2]),
+        min_workers=chance.choice([1, 1, 1, 2, workers]),
         sharded=chance.random() < 0.2,
         closes_on_loss=chance.random() < 0.3,
         compute_s=chance.choice([0.1, 0.2, 0.4]),

@@ -377,6 +377,17 @@ def test_fewer_than_min_workers_wait_for_more() -> None:
     assert proposed(me.step(101.0, Announced(said(1)))) == (0, 1)
 
 
+def test_of_two_at_odds_who_are_both_needed_the_higher_makes_room_for_a_new_life() -> None:
+    policy = replace(POLICY, min_workers=2)
+    for worker, other, expected in ((1, 0, ["Withdraw"]), (0, 1, [])):
+        me = member(worker, other)
+        me.policy = policy
+        me.step(2.0, silent(other))
+        me.step(2.0, Regroup(me.me, "a fault"), back(other, unreachable=(peer(worker),)))
+        assert me.step(4.9, Tick()) == []
+        assert kinds(me.step(6.0, Tick())) == expected
+
+
 def test_a_newcomer_without_state_does_not_evict_members_who_have_it() -> None:
     """Named together with two members, and cut off from them before it entered."""
     me = machine(0)
