@@ -136,9 +136,9 @@ class Life:
         self._deadline_s = min(deadline_s, self._deadline_s or deadline_s)
 
     def _wait_s(self) -> float:
-        if self._deadline_s is None:
-            return self._lease.tick_s
-        return min(self._lease.tick_s, max(0.0, self._deadline_s - time.monotonic()))
+        now = time.monotonic()
+        look_s = self._lease.next_look_s(now)
+        return look_s if self._deadline_s is None else min(look_s, max(0.0, self._deadline_s - now))
 
     def _must_end(self) -> bool:
         """Whether the trainer's time is over: past its deadline, hung, or without a job to join."""

@@ -253,7 +253,7 @@ class _Supervisor:
             if self._stop is not None:
                 code = 0 if self._has_others else 128 + self._stop
                 kind = "trainer_left" if code == 0 else "trainer_stopped"
-                return _End(code, kind, f"{self._stop.name}: came between two trainers")
+                return _End(code, kind, f"{self._stop.name} came between two trainers")
             if left_s <= 0:
                 return None
             if self._completion.done():
@@ -324,10 +324,8 @@ def _conclude(end: _End, place: WorkerPlace, folder: RunFolder, started_s: float
             say(f"error: {reason}")
         return end.code
     _record(folder, end.kind, worker, reason, exit_code=end.code)
-    if end.code == 1:
+    if end.code == 1 or end.kind == "trainer_left":
         say(f"worker {worker}: {reason}")
-    elif end.kind == "trainer_left":
-        say(f"worker {worker}: left ({_short(reason)}); the others go on")
     return end.code
 
 

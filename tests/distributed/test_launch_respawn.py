@@ -72,7 +72,7 @@ def test_told_to_stop_before_a_respawn(workshop: Workshop) -> None:
     supervisor.terminate()
     supervisor.communicate(timeout=10)
     assert supervisor.returncode == 143
-    assert workshop.events()[-1]["reason"] == "SIGTERM: came between two trainers"
+    assert workshop.events()[-1]["reason"] == "SIGTERM came between two trainers"
 
 
 def test_a_hung_trainer_is_killed_and_started_anew(workshop: Workshop) -> None:

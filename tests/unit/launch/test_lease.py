@@ -24,6 +24,20 @@ def test_silence_beyond_the_lease_is_a_hang() -> None:
     assert reason == "no sign of life for 5.1 s (robust.lease_s), in forward of step 3"
 
 
+def test_it_looks_again_when_the_allowed_time_ends() -> None:
+    lease = Lease(5.0, 8.0, 100.0)
+    assert lease.look(101.0, sign(101.0, 100.5)) is None
+    assert lease.next_look_s(101.0) == 1.0
+    for now in (102.0, 103.0, 104.0, 105.0):
+        assert lease.look(now, sign(101.0, 100.5)) is None
+    assert lease.look(105.7, sign(101.0, 100.5)) is None
+    assert 0.3 < lease.next_look_s(105.7) < 0.31
+    assert lease.look(106.2, sign(106.2, 100.5)) is None
+    assert lease.look(107.7, sign(107.7, 100.5)) is None
+    assert 0.8 < lease.next_look_s(107.7) < 0.81
+    assert lease.look(108.51, sign(108.5, 100.5)) is not None
+
+
 def test_beats_renew_the_lease() -> None:
     lease = Lease(5.0, 0.0, 0.0)
     assert all(lease.look(now, sign(now - 0.9)) is None for now in range(1, 60))
