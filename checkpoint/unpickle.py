@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from typing import Any
@@ -37,7 +38,17 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+def _enum_member(owner: Any, name: Any) -> enum.Enum:
+    """What Python 3.11.2 pickles an enum's member as: ``getattr`` of its class."""
+    if not isinstance(owner, enum.EnumMeta) or name not in owner.__members__:
+        raise pickle.UnpicklingError("it names builtins.getattr of what is no enum's member")
+    member: enum.Enum = owner[name]
+    return member
 
 
 def load_metadata(data: bytes) -> Metadata:

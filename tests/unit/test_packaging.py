@@ -8,12 +8,14 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("scheduler", "kernels", "checkpoint", "launch")
 COPIED = (*FOLDERS, "dtrain", "pyproject.toml", "README.md", "LICENSE")
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 
 def build(source: Path, out: Path, hook: str) -> Path:
@@ -45,7 +47,8 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from the unpacked sdist, as a package index would have it built."""
     unpacked = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(unpacked, filter="data")
+        # Python before 3.11.4 has no filters; the archive is our own.
+        archive.extractall(unpacked, **FILTER)
     (source,) = unpacked.iterdir()
     return build(source, tmp_path_factory.mktemp("wheel"), "build_wheel")
 
