@@ -168,7 +168,7 @@ class Membership:
         if peer == self.me.peer:
             self._echoed = True
             return []
-        if peer in self.lost and self.lost[peer].certain:
+        if peer in self.lost and self.lives.get(peer.worker, peer) != peer:
             return []
         if peer.worker == self.me.peer.worker:
             if self._echoed:
@@ -357,6 +357,7 @@ class Membership:
         """Withdraw for a new life that the others can reach, where they are too few without it."""
         if self._waited_s() < self.policy.split_s:
             return []
+        # Losses aside: whoever cannot reach this worker may seem to it to have ended.
         chosen = self._chosen(self._present(lost_too=True), veterans)
         if len(chosen) >= self.policy.min_workers or self.me in chosen:
             return []
@@ -366,26 +367,30 @@ class Membership:
         """Announcements that still say where their peers stand, of peers that can take part.
 
         One that was lost and yet announced itself is there for others if not for this worker, for
-        as long as it can be taken to be alive (``lost_too``: for ever).
+        as long as it can be taken to be alive. ``lost_too``: as if nobody were lost.
         """
         out = []
         for a in self.known.values():
             peer = a.peer
-            if self._gone(peer) or self._evicted(peer) or a.seen < self.named.get(peer, 0):
+            if self._evicted(peer) or a.seen < self.named.get(peer, 0) or a.leaving:
                 continue
             if peer not in self._former and a.since > 0:
                 continue
-            if (
-                not lost_too
-                and peer in self.lost
-                and (
-                    a.round <= self._round_at_loss[peer]
-                    or self.now_s - self._heard_s[peer] > self.policy.split_s
-                )
-            ):
-                continue
-            out.append(a)
+            if lost_too or not self._is_silent(a):
+                out.append(a)
         return out
+
+    def _is_silent(self, announcement: Announcement) -> bool:
+        """Whether a peer was lost and nothing says that it lives for all that."""
+        peer = announcement.peer
+        if peer not in self.lost:
+            return False
+        heard_s = self.now_s - self._heard_s[peer]
+        return (
+            self.lost[peer].certain
+            or announcement.round <= self._round_at_loss[peer]
+            or heard_s > self.policy.split_s
+        )
 
     def _chosen(self, present: list[Announcement], veterans: frozenset[Peer]) -> list[Announcement]:
         """The largest part of ``present``, roughly, that has no two who cannot reach each other.

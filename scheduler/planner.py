@@ -207,6 +207,8 @@ class _Assignment:
                 return moved
             stage, giver = found
             self._give(stage, self._take(stage, giver), taker)
+            # Among the last moves a giver may itself become one with the least work.
+            heappush(light, (self.load[giver], giver))
             moved += 1
 
     def _giver(self, taker: int, heavy: list[list[tuple[int, int]]]) -> tuple[int, int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtrain.scheduler import Action, Layout, Plan, even_cuts, make_plan, replan
@@ -62,6 +62,7 @@ def _ready(action: Action, done: set[Action], stages: int) -> bool:
 
 @settings(max_examples=200, deadline=None)
 @given(layouts, memberships)
+@example(Layout(even_cuts(3, 3), 9, redundancy=1), [{0, 1, 2}, {0, 1, 2, 3}])
 def test_any_sequence_of_memberships_gives_level_executable_plans(
     layout: Layout, sequence: list[set[int]]
 ) -> None:
