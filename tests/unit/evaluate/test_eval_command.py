@@ -11,7 +11,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from dtrain.checkpoint import CheckpointStore
+from dtrain.checkpoint import CheckpointStore, Retention
 from dtrain.cli.eval import eval_command
 from dtrain.config import ModelConfig
 from dtrain.errors import DtrainError
@@ -62,9 +62,7 @@ class Run:
             "identity": {"dataset": fingerprint},
             "progress": {"best": {"step": best} if best else None},
         }
-        self.checkpoints.save(
-            step, tensors, progress, rank=0, process_group=None, no_dist=True, keep=9
-        )
+        self.checkpoints.save(step, tensors, progress, retention=Retention(keep=9))
 
     def expected(self, step: int) -> dict[str, dict[str, float]]:
         return evaluate(self.layers[step], self.store, 0, chunk_nodes=10, workdir=self.folder)
