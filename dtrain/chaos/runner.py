@@ -229,6 +229,7 @@ def _wait(
             due.append((now + act.after_s, act))
         for entry in [d for d in due if d[0] <= now]:
             due.remove(entry)
+            watch.struck_s.append(time.time())
             _do(entry[1], job, hosts)
         if done_since is None and watch.of_kind("run_done"):
             done_since = now

@@ -44,9 +44,10 @@ class Resources:
 
 @dataclass
 class Watch:
-    """A job's run folder and trainers."""
+    """A job's run folder and trainers. ``struck_s``: when something happened from outside."""
 
     run_dir: Path
+    struck_s: list[float] = field(default_factory=list)
     resources: dict[int, Resources] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,10 +94,10 @@ class Watch:
         )
 
     def pauses(self) -> list[float]:
-        """Seconds from each injected fault to the next step committed after it."""
+        """Seconds from each fault, from within or outside, to the next step committed after it."""
         found = []
-        for event in self.of_kind("fault_injected"):
-            later = [m["time"] for m in self.steps if m["time"] > event["time"]]
+        for struck_s in [*self.struck_s, *(e["time"] for e in self.of_kind("fault_injected"))]:
+            later = [m["time"] for m in self.steps if m["time"] > struck_s]
             if later:
-                found.append(min(later) - event["time"])
+                found.append(min(later) - struck_s)
         return found
