@@ -38,6 +38,7 @@ DISTRIBUTED = {
     "checkpoint/": ("torch.distributed.checkpoint",),
     "launch/torchrun.py": ("torch.distributed.run", "torch.distributed.elastic"),
     "dtrain/cli/env.py": ("torch.distributed",),
+    "dtrain/bench/checkpoint.py": ("torch.distributed.checkpoint",),
 }
 """Who may name which part of torch.distributed."""
 
