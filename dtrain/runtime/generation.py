@@ -26,7 +26,7 @@ from dtrain.runtime.transaction import Links, StepTransaction
 from dtrain.runtime.transport import KIND_NOTE, KIND_STATE, Key, Transport
 from dtrain.scheduler import Plan, make_plan, replan
 from dtrain.scheduler.membership import Announcement, Peer
-from dtrain.scheduler.recovery import Settlement, settle, transfers
+from dtrain.scheduler.recovery import Settlement, kept, settle, transfers
 
 
 @dataclass
@@ -67,9 +67,10 @@ class Holdings:
         )
 
     def vote(self) -> tuple[float, float] | None:
-        """(loss, norm) of the pending step if its full vote was seen."""
+        """(loss, norm) of the newest step whose full vote was seen here, unless one is pending
+        whose vote was not."""
         pending = self.transaction.pending if self.transaction is not None else None
-        return pending.vote if pending is not None else None
+        return pending.vote if pending is not None else self.last_vote
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Generation:
         states = self._states(settlement)
         self._lap("state")
         progress = next((s.progress for s in states.values() if s is not None), self._told)
-        if settlement.tier == 0 and self.holdings.engines:
+        if self.holdings.engines and self.holdings.progress.step == settlement.step:
             progress = self.holdings.progress
         progress = (progress or Progress()).copy()
         progress.generations += 1
@@ -187,9 +188,11 @@ class Generation:
             return
         holdings = self.holdings
         assert holdings.transaction is not None
-        votes = [d.vote for d in self._agreement.details.values() if d.vote is not None]
-        holdings.transaction.apply_pending(votes[0][1])
-        holdings.last_vote = votes[0]
+        witness = self.peers[settlement.witnesses[0]]
+        vote = self._agreement.details[witness].vote
+        assert vote is not None
+        holdings.transaction.apply_pending(vote[1])
+        holdings.last_vote = vote
         step = holdings.progress.step
         holdings.progress.seeds_trained += self.around.job.source.step_seeds(step)
         holdings.progress.step = step + 1
@@ -237,10 +240,11 @@ class Generation:
             self._told = Progress.of(unpack_json(received[0]))
 
     def _own(self, stage: int, settlement: Settlement) -> StageState:
-        if settlement.tier == 1:
-            assert settlement.step is not None
-            return self.holdings.snapshots[settlement.step, stage].cloned()
-        return self.holdings.state(stage)
+        mine = next(a for a in self.members if a.peer == self.around.me)
+        assert settlement.step is not None
+        if kept(mine, stage, settlement) == "held":
+            return self.holdings.state(stage)
+        return self.holdings.snapshots[settlement.step, stage].cloned()
 
     def _from_checkpoint(self, held: tuple[int, ...]) -> dict[int, StageState | None]:
         checkpoints = self.around.checkpoints

@@ -29,7 +29,7 @@ _STEADY_S = 0.02
 class Detail:
     """What a member's announcement carries besides what the machine decides on.
 
-    ``vote``: (loss, gradient norm) of its pending step if it saw the full vote. ``plan``: workers,
+    ``vote``: (loss, gradient norm) of the newest step whose full vote it saw. ``plan``: workers,
     holders and executors of the newest plan that it worked under.
     """
 
