@@ -31,7 +31,7 @@ def any_start(world: World, chance: random.Random) -> None:
     for worker in range(world.policy.world_size):
         if worker and chance.random() < 0.2:
             late = chance.uniform(0.1, 2.0)
-            world._at(late, None, lambda w=worker: w in world.current or world.start(w))
+            world.start_late(worker, late)
         else:
             world.start(worker)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from sim_checks import Checks
+from sim_story import describe
 from sim_training import Course, Memory
 
 from dtrain.scheduler import Layout, Plan, even_cuts
@@ -356,6 +358,10 @@ class World(Checks):
             self.record(life, "**", "starts")
             life.notice(core.Regroup(Announcement(peer), "started"))
 
+    def start_late(self, worker: int, time: float) -> None:
+        """Start a worker at a time, unless it has been started by then."""
+        self._at(time, None, lambda: None if worker in self.current else self.start(worker))
+
     def end(self, life: Life, why: str) -> None:
         """A process ends; its peers notice, its supervisor may start it again."""
         if not life.alive:
@@ -369,7 +375,7 @@ class World(Checks):
         for other in self.living:
             near = self.connected(worker, other.peer.worker)
             if near and life.peer in other.machine.watched():
-                self.later(other, self.delay(), lambda o=other: self._look_at(o, life.peer))
+                self.later(other, self.delay(), partial(self._look_at, other, life.peer))
         if why == "withdrew" and life.leaving:
             self.gone_for_good.add(worker)
         if self.respawns:
@@ -476,45 +482,3 @@ class World(Checks):
             f"{time:8.3f} {who:>4} {arrow} {describe(what)}"
             for time, who, arrow, what in self.lines[-lines:]
         )
-
-
-def describe(what: object) -> str:
-    """An event or instruction in a line."""
-    match what:
-        case core.Announced(a):
-            return f"Announced {_standing(a)}"
-        case core.Announce(a, reason):
-            return f"Announce {_standing(a)}: {reason}"
-        case core.Regroup(a, reason):
-            return f"Regroup at step {a.committed}: {reason}"
-        case core.Proposed(p):
-            return f"Proposed generation {p.number} {_names(p)}"
-        case core.Propose(p, reason):
-            return f"Propose generation {p.number} {_names(p)}: {reason}"
-        case core.Answered(number, peer):
-            return f"Answered generation {number} by {peer.worker}{peer.incarnation}"
-        case core.Answer(number, reason):
-            return f"Answer generation {number}: {reason}"
-        case core.Lost(peer, reason, certain):
-            sure = "certainly" if certain else "perhaps"
-            return f"Lost {peer.worker}{peer.incarnation} {sure}: {reason}"
-        case core.Enter(p, reason):
-            return f"Enter generation {p.number}: {reason}"
-        case core.Withdraw(reason) | core.Interrupt(reason):
-            return f"{type(what).__name__}: {reason}"
-    return str(what)
-
-
-def _names(proposal: core.Proposal) -> str:
-    return " ".join(f"{a.peer.worker}{a.peer.incarnation}" for a in proposal.members)
-
-
-def _standing(a: Announcement) -> str:
-    said = f"{a.peer.worker}{a.peer.incarnation} round {a.round} since {a.since} seen {a.seen}"
-    said += f" step {a.committed}{'+' if a.pending else ''}{'!' if a.voted else ''}"
-    said += f" stages {list(a.stages)}"
-    if a.leaving:
-        said += " leaving"
-    if a.unreachable:
-        said += " cannot reach " + " ".join(f"{p.worker}{p.incarnation}" for p in a.unreachable)
-    return said

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sim_world import World, describe
+from sim_story import describe
+from sim_world import World
 
 from dtrain.scheduler import events as core
 
