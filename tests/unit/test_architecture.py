@@ -35,6 +35,12 @@ DISTRIBUTED = {
     "dtrain/runtime/comm.py": ("torch.distributed",),
     # DeepSpeed's collectives, each issued async and handed to comm.py to wait for.
     "dtrain/runtime/deepspeed_backend.py": ("torch.distributed",),
+    # The job's key-value store, on which the log of membership lies.
+    "dtrain/runtime/store_log.py": (
+        "torch.distributed.TCPStore",
+        "torch.distributed.PrefixStore",
+        "torch.distributed.Store",
+    ),
     "checkpoint/": ("torch.distributed.checkpoint",),
     "launch/torchrun.py": ("torch.distributed.run", "torch.distributed.elastic"),
     "dtrain/cli/env.py": ("torch.distributed",),
