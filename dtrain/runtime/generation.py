@@ -188,9 +188,10 @@ class Generation:
             return
         holdings = self.holdings
         assert holdings.transaction is not None
-        witness = self.peers[settlement.witnesses[0]]
-        vote = self._agreement.details[witness].vote
-        assert vote is not None
+        details = self._agreement.details
+        votes = [details[self.peers[w]].vote for w in settlement.witnesses]
+        # A witness that received its state from another has not seen the vote itself.
+        vote = next(v for v in votes if v is not None)
         holdings.transaction.apply_pending(vote[1])
         holdings.last_vote = vote
         step = holdings.progress.step

@@ -230,15 +230,7 @@ class Roster:
         self._look_for_newcomers()
 
     def _look_for_newcomers(self) -> None:
-        machine = self._machine
-        if machine.state != "member" or machine.current is None:
-            self._newcomers = False
-            return
-        members = machine.current.peers()
-        self._newcomers = any(
-            a.peer not in members and a.peer not in machine.lost and not a.leaving
-            for a in machine.known.values()
-        )
+        self._newcomers = bool(self._machine.joiners())
 
     def _understand(self, entry: Entry) -> list[core.Event]:
         kind = entry["type"]
