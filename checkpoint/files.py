@@ -18,6 +18,9 @@ from dtrain.checkpoint.urls import open_filesystem, redact
 
 # Large enough that hashing and reading, which free the interpreter, are nearly all of the work.
 _BLOCK_BYTES = 4 << 20
+# Writes below the first size are gathered up to the second.
+_PIECE_BYTES = 64 << 10
+_GATHER_BYTES = 1 << 20
 
 # On these, folders are only prefixes of names, and makedirs would try to create the bucket.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"})
@@ -39,20 +42,39 @@ def digest_of(data: bytes) -> FileDigest:
 class HashingStream:
     """A write-only stream that hashes and counts what passes.
 
-    Flushing is left to the end: the writer flushes after each tensor, which would be a system
-    call for each parameter. The first failure is kept, because the archive writer of torch
-    replaces it by one that does not name the cause.
+    An archive of torch comes in dozens of small pieces for each tensor; they are gathered, so that
+    hashing and writing, which let other threads run, are few calls. Flushing is left to the end.
+    The first failure is kept, because the archive writer of torch replaces it by one that does not
+    name the cause.
     """
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
         self._sha = hashlib.sha256()
         self._size = 0
+        self._gathered = bytearray()
         self.error: Exception | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of ``data``; a store that takes less raises OSError."""
-        size = memoryview(data).nbytes
+        """Take all of ``data``; a store that takes less raises OSError, now or at a later call."""
+        size = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
+        if size < _PIECE_BYTES:
+            self._gathered += data
+            if len(self._gathered) >= _GATHER_BYTES:
+                self.push()
+        else:
+            self.push()
+            self._put(data, size)
+        self._size += size
+        return size
+
+    def push(self) -> None:
+        """Hand on what was gathered."""
+        if self._gathered:
+            gathered, self._gathered = self._gathered, bytearray()
+            self._put(gathered, len(gathered))
+
+    def _put(self, data: bytes | bytearray | memoryview, size: int) -> None:
         try:
             written = self._raw.write(data)
             if written is not None and written != size:
@@ -61,11 +83,9 @@ class HashingStream:
             self.error = self.error or error
             raise
         self._sha.update(data)
-        self._size += size
-        return size
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Bytes taken so far."""
         return self._size
 
     def flush(self) -> None:
@@ -75,7 +95,7 @@ class HashingStream:
         """Do nothing: the owner of the raw stream closes it."""
 
     def digest(self) -> FileDigest:
-        """The digest of what was written."""
+        """The digest of what was written, after the last :meth:`push`."""
         return FileDigest(self._size, self._sha.hexdigest())
 
 
@@ -164,7 +184,7 @@ class Files:
 
     @contextmanager
     def open_range(self, name: str, begin: int, end: int) -> Iterator[Any]:
-        """A seekable stream of the bytes [begin, end) of a file."""
+        """A seekable stream of the bytes [begin, end) of a file; locally it is not read ahead."""
         if self.local:
             with open(self.path(name), "rb") as stream:
                 yield _create_file_view(stream, begin, end - begin)
@@ -199,6 +219,7 @@ class Files:
         stream = HashingStream(raw)
         try:
             yield stream
+            stream.push()
             self.at("file.flush")
             raw.flush()
             if self.local:

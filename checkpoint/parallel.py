@@ -51,7 +51,10 @@ def in_parallel(tasks: Sequence[Callable[[], T]], threads: int) -> list[T]:
 def yield_to_training(nice: int) -> None:
     """Let the calling thread, and threads that it starts, take the processor after others.
 
-    On Linux a thread has a priority of its own; elsewhere nothing is done.
+    On Linux a thread has a priority of its own, which is lowered by ``nice``; elsewhere nothing
+    is done.
     """
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+        thread = threading.get_native_id()
+        current = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, current + nice))

@@ -40,8 +40,10 @@ _BYTES_PER_FILE = 16 << 20
 _FILES = 2
 _READERS_LOCAL = min(4, os.cpu_count() or 1)
 _READERS_REMOTE = 8
-# Neighbouring tensors are fetched in one request up to this size.
-_RANGE_BYTES = 16 << 20
+# Neighbouring tensors are fetched together up to these sizes: to save requests of a store, or,
+# locally, calls for each of many small tensors.
+_RANGE_BYTES_LOCAL = 1 << 20
+_RANGE_BYTES_REMOTE = 16 << 20
 
 T = TypeVar("T")
 
@@ -213,11 +215,12 @@ class Reader(FsspecReader):
 
     def _ranges(self, items: Sequence[ReadItem]) -> list[list[ReadItem]]:
         """The items by file and offset; in one list those that one request fetches."""
+        limit = _RANGE_BYTES_LOCAL if self._files.local else _RANGE_BYTES_REMOTE
         ranges: list[list[ReadItem]] = []
         begin, end, file = 0, 0, ""
         for item in sorted(items, key=self._place):
             name, offset, length = self._place(item)
-            if name == file and offset == end and offset + length - begin <= _RANGE_BYTES:
+            if name == file and offset == end and offset + length - begin <= limit:
                 ranges[-1].append(item)
             else:
                 ranges.append([item])
@@ -232,11 +235,16 @@ class Reader(FsspecReader):
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         file, begin, _ = self._place(items[0])
         end = sum(self._place(items[-1])[1:])
-        with self._files.open_range(f"{self._folder}/{file}", begin, end) as stream:
-            for item in items:
-                _, offset, length = self._place(item)
-                view = self._slice_file(stream, _StorageInfo(file, offset - begin, length))
-                _fill(item, view, planner)
+        name = f"{self._folder}/{file}"
+        if len(items) == 1:
+            with self._files.open_range(name, begin, end) as stream:
+                _fill(items[0], stream, planner)
+            return
+        data = memoryview(self._files.read_range(name, begin, end))
+        for item in items:
+            _, offset, length = self._place(item)
+            piece = data[offset - begin : offset - begin + length]
+            _fill(item, io.BytesIO(piece), planner)
 
 
 def _fill(item: ReadItem, stream: Any, planner: LoadPlanner) -> None:

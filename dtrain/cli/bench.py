@@ -39,3 +39,37 @@ def recovery(
         return
     for name, value in asdict(result).items():
         print(f"{name:24} {value}")
+
+
+@app.command("checkpoint")
+def checkpoint_command(
+    megabytes: Annotated[int, typer.Option(help="Size of the state in 10^6 bytes.")] = 400,
+    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 7,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
+    folder: Annotated[
+        Path | None, typer.Option(help="A folder on the disk to measure; default a temporary one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Measure what saving and loading checkpoints costs, beside torch.save and DCP."""
+    from dtrain.bench.checkpoint import run
+
+    report = run(megabytes, repeats, threads, folder, lambda text: typer.echo(text, err=True))
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+        return
+    rows = [
+        ("stall of training / memory copy", report.stall_vs_memcpy),
+        ("stall of training / DCP's async_save", report.stall_vs_dcp_async),
+        ("slowdown of training / DCP's async_save", report.slowdown_vs_dcp_async),
+        ("throughput of a save / torch.save", report.save_vs_torch_save),
+        ("time to load / DCP's", report.load_vs_dcp),
+    ]
+    for what, ratio in rows:
+        typer.echo(f"{what:42s} {ratio:6.2f}")
+    for name, seconds in report.seconds.items():
+        low, high = report.spread[name]
+        typer.echo(f"  {name:16s} {seconds * 1e3:8.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})")
+    for name, share in report.slowdown.items():
+        typer.echo(f"  training while saving, {name}: {share:.0%} slower")
+    typer.echo(f"peer-memory snapshots: {report.snapshot_reason}")
