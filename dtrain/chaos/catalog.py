@@ -219,7 +219,7 @@ def _soft() -> Iterator[Scenario]:
             count=0,
         ),
         overrides={"robust.on_bad_gradient": "stop"},
-        expect=Expectation(ends="resumable", lost=_STEP),
+        expect=Expectation(ends="resumable", lost=_STEP, recovery_s=120.0),
     )
     yield Scenario(
         "bitflip",
@@ -345,31 +345,49 @@ def _hosts() -> Iterator[Scenario]:
         hosts=3,
         workers=6,
         expect=Expectation(
-            ends="either", replayed=2, lost=20, fired=0, recovery_s=120.0, scratch=True
+            ends="either", replayed=4, lost=20, fired=0, recovery_s=120.0, scratch=True
         ),
         limit_s=240.0,
     )
-    long = {"train.max_steps": 200}
+    yield from _newcomers()
+
+
+def _newcomers() -> Iterator[Scenario]:
+    long = {"train.max_steps": 120}
+    yield Scenario(
+        "join",
+        "two workers join a job that runs",
+        acts=(Act("join", 0, _STEP),),
+        overrides=long,
+        expect=Expectation(replayed=0, evicted=False, fired=0),
+    )
     yield Scenario(
         "host-joins",
         "a third host joins a job of two",
-        acts=(Act("start", 2, _STEP),),
+        acts=(Act("join", 2, _STEP),),
         hosts=2,
-        workers=4,
-        elastic=3,
+        spare_hosts=1,
         overrides=long,
-        expect=Expectation(replayed=0, recovery_s=90.0, fired=0),
+        expect=Expectation(replayed=0, evicted=False, fired=0),
         limit_s=300.0,
     )
     yield Scenario(
         "host-returns",
         "one of two hosts is killed, and comes back",
-        acts=(Act("kill", 1, _STEP), Act("start", 1, _STEP + 20)),
+        acts=(Act("kill", 1, _STEP), Act("join", 1, _STEP + 10)),
         hosts=2,
-        workers=4,
-        elastic=2,
         overrides=long,
-        torchrun=("--nnodes=1:2",),
-        expect=Expectation(replayed=2, lost=1, recovery_s=90.0, fired=0, scratch=True),
+        expect=Expectation(replayed=2, lost=1, recovery_s=30.0, fired=0, scratch=True),
+        limit_s=300.0,
+    )
+    yield Scenario(
+        "torchrun-joins",
+        "torchrun restarts all workers when a third host's agent joins: nothing is replayed",
+        acts=(Act("start", 2, _STEP),),
+        hosts=2,
+        spare_hosts=1,
+        elastic=True,
+        overrides={"train.max_steps": 200},
+        expect=Expectation(replayed=0, evicted=False, fired=0),
         limit_s=300.0,
     )

@@ -26,9 +26,9 @@ _TORCHS_OWN = ("torchelastic_", "torchinductor_")
 class TorchrunJob:
     """The torchrun agents of a job and everything that descends from them.
 
-    ``workers``: of all ``num_hosts`` hosts together, equally many on each. ``elastic``: most hosts
-    that may ever take part (0: as many as there are). What the job writes to stdout and stderr
-    goes to ``output-HOST.log`` in ``folder``. Every process of the job carries a mark in its
+    ``workers``: of all ``num_hosts`` hosts together, equally many on each. ``max_hosts``: agents of
+    so many hosts may take part in the end (0: as many as there are). What the job writes to stdout
+    and stderr goes to ``output-HOST.log`` in ``folder``. Every process of the job carries a mark in its
     environment, by which it is found whoever its parent is.
     """
 
@@ -40,7 +40,7 @@ class TorchrunJob:
         *,
         workers: int,
         num_hosts: int = 1,
-        elastic: int = 0,
+        max_hosts: int = 0,
         hosts: Hosts | None = None,
         flags: Sequence[str] = (),
     ) -> None:
@@ -49,9 +49,10 @@ class TorchrunJob:
         self.folder = folder
         self.workers = workers
         self.num_hosts = num_hosts
-        self.elastic = elastic
+        self.max_hosts = max_hosts
         self.flags = tuple(flags)
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
+        self.joiners: list[subprocess.Popen[bytes]] = []
         self._hosts = hosts
         self._mark = secrets.token_hex(8)
         # Short, because the paths of sockets in it must be.
@@ -65,39 +66,46 @@ class TorchrunJob:
 
     def start_host(self, host: int) -> None:
         """Start the agent of one host."""
-        log = self.folder / f"output-{host}.log"
-        with log.open("ab") as output:
-            self.agents[host] = subprocess.Popen(
-                self._command(host),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nproc-per-node", str(self.workers // self.num_hosts)]
+        command += [*self._rendezvous(host), *self.flags]
+        command += ["-m", "dtrain.train", str(self.config_file), "--run-dir", str(self.run_dir)]
+        self.agents[host] = self._launch(host, command)
         self.killed.discard(host)
 
-    def _command(self, host: int) -> list[str]:
+    def join(self, host: int, workers: int) -> None:
+        """Add workers on a host by ``dtrain join``."""
+        command = [sys.executable, "-m", "dtrain", "join", str(self.run_dir)]
+        self.joiners.append(self._launch(host, [*command, "--workers", str(workers)]))
+
+    def _launch(self, host: int, words: Sequence[str]) -> subprocess.Popen[bytes]:
         variables = {
             _MARK: f"{self._mark}-{host}",
             "TMPDIR": str(self.scratch),
             "DTRAIN_GRACE_S": "20",
         }
-        command = ["env", *(f"{name}={value}" for name, value in variables.items())]
-        command += [sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nproc-per-node", str(self.workers // self.num_hosts)]
-        command += [*self._rendezvous(host), *self.flags]
-        command += ["-m", "dtrain.train", str(self.config_file), "--run-dir", str(self.run_dir)]
+        if self.max_hosts:
+            # With it, an agent that joins torch 2.13 later looks for an address that is nowhere.
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        command = ["env", *(f"{name}={value}" for name, value in variables.items()), *words]
         if self._hosts is not None:
             command = self._hosts.command(host, command)
-        return command
+        with (self.folder / f"output-{host}.log").open("ab") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def _rendezvous(self, host: int) -> list[str]:
         if self._hosts is None:
             return ["--standalone"]
         first, own = self._hosts.address(0), self._hosts.address(host)
-        if self.elastic:
+        if self.max_hosts:
             return [
-                f"--nnodes={self.num_hosts}:{self.elastic}",
+                f"--nnodes={self.num_hosts}:{self.max_hosts}",
                 "--rdzv-backend=c10d",
                 f"--rdzv-endpoint={first}:{_RENDEZVOUS_PORT}",
                 f"--rdzv-conf=is_host={host == 0},last_call_timeout=3",
@@ -118,16 +126,15 @@ class TorchrunJob:
 
     def signal_host(self, host: int, number: signal.Signals) -> None:
         """Signal every process of a host, its agent first."""
-        agent = self.agents[host].pid
+        first = [self.agents[host].pid] if host in self.agents else []
         if number == signal.SIGKILL:
             self.killed.add(host)
-        processes.signal_all([agent, *(p for p in self.processes(host) if p != agent)], number)
+        processes.signal_all([*first, *set(self.processes(host)).difference(first)], number)
 
     def ended(self) -> bool:
         """Whether no agent and no worker is left."""
-        return all(agent.poll() is not None for agent in self.agents.values()) and not (
-            self.processes()
-        )
+        started = [*self.agents.values(), *self.joiners]
+        return all(process.poll() is not None for process in started) and not self.processes()
 
     def exit_codes(self) -> dict[int, int | None]:
         """The exit code of each host's agent; None while it runs."""
@@ -142,9 +149,9 @@ class TorchrunJob:
         """Kill what is left of the job; returns the processes that were."""
         left = self.processes()
         processes.signal_all(left, signal.SIGKILL)
-        for agent in self.agents.values():
+        for process in [*self.agents.values(), *self.joiners]:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(10)
+                process.wait(10)
         return left
 
     def leftovers(

@@ -74,7 +74,8 @@ class Runner:
         """Run one scenario and judge it."""
         began = time.monotonic()
         verdict = Verdict(scenario.name, self.model, self.zero, None)
-        obstacle = why_not() if scenario.hosts > 1 or scenario.elastic else None
+        count = scenario.hosts + scenario.spare_hosts
+        obstacle = why_not() if count > 1 else None
         if obstacle is not None:
             verdict.reasons = [f"needs network namespaces: {obstacle}"]
             return verdict
@@ -146,7 +147,7 @@ class Runner:
         run_dir = folder / "run"
         watch = Watch(run_dir)
         with ExitStack() as stack:
-            count = max(scenario.hosts, scenario.elastic)
+            count = scenario.hosts + scenario.spare_hosts
             hosts = stack.enter_context(Hosts(count)) if count > 1 else None
             known = shared_memory()
             job = TorchrunJob(
@@ -155,7 +156,7 @@ class Runner:
                 folder,
                 workers=scenario.workers,
                 num_hosts=scenario.hosts,
-                elastic=scenario.elastic,
+                max_hosts=count if scenario.elastic else 0,
                 hosts=hosts,
                 flags=scenario.torchrun,
             )
@@ -229,7 +230,8 @@ def _wait(
             due.append((now + act.after_s, act))
         for entry in [d for d in due if d[0] <= now]:
             due.remove(entry)
-            watch.struck_s.append(time.time())
+            if entry[1].deed not in ("heal", "cont", "start", "join"):
+                watch.struck_s.append(time.time())
             _do(entry[1], job, hosts)
         if done_since is None and watch.of_kind("run_done"):
             done_since = now
@@ -253,6 +255,8 @@ def _do(act: Act, job: TorchrunJob, hosts: Hosts | None) -> None:
         job.signal_host(act.host, numbers[act.deed])
     elif act.deed == "start":
         job.start_host(act.host)
+    elif act.deed == "join":
+        job.join(act.host, 2)
     elif act.deed == "sigterm":
         job.agents[act.host].send_signal(signal.SIGTERM)
     else:
@@ -275,6 +279,7 @@ def _end_missed(scenario: Scenario, job: TorchrunJob, record: RunRecord | None) 
     """Whether the job ended as it should: done with exit code 0, or to be resumed."""
     done = record is not None and record.status == "done"
     codes = {host: code for host, code in job.exit_codes().items() if host not in job.killed}
+    codes |= {job.num_hosts + i: joiner.poll() for i, joiner in enumerate(job.joiners)}
     wanted = scenario.expect.ends
     if wanted == "resumable" and done:
         return ["end: expected a run to be resumed, got one that is done"]

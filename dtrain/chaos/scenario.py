@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Ends = Literal["done", "resumable", "either"]
-Deed = Literal["kill", "cut", "mute", "delay", "heal", "start", "sigterm", "stop", "cont"]
+Deed = Literal["kill", "cut", "mute", "delay", "heal", "start", "join", "sigterm", "stop", "cont"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Act:
     ``step``: once so many steps are committed; ``event``: after the first such event instead;
     ``after_s``: so many seconds later still. ``host``: its number. Deeds: ``kill`` every process
     at once; ``cut`` its network; ``mute`` it (what it sends is dropped, one way); ``delay`` what it
-    sends and receives by ``delay_s``; ``heal`` the network; ``start`` an agent there; ``sigterm``
-    its agent; ``stop`` and ``cont`` every process (SIGSTOP, SIGCONT).
+    sends and receives by ``delay_s``; ``heal`` the network; ``start`` an agent there; ``join``:
+    two workers by dtrain join there; ``sigterm`` its agent; ``stop`` and ``cont`` every process
+    (SIGSTOP, SIGCONT).
     """
 
     deed: Deed
@@ -88,8 +89,9 @@ class Scenario:
 
     ``workers`` over all ``hosts``; ``overrides``: ``section.field`` -> value on the base
     configuration. ``faults(shape)``: the configuration's ``faults``, for the job's first plan.
-    ``elastic``: most hosts that may take part (torchrun --nnodes=hosts:elastic), 0 for a fixed
-    number. ``torchrun``: further flags. ``limit_s``: longest that one start may take.
+    ``spare_hosts``: further hosts, without workers at first. ``elastic``: torchrun may be joined by
+    their agents (--nnodes). ``torchrun``: further flags. ``limit_s``: longest that one start may
+    take.
     """
 
     name: str
@@ -98,7 +100,8 @@ class Scenario:
     acts: tuple[Act, ...] = ()
     workers: int = 4
     hosts: int = 1
-    elastic: int = 0
+    spare_hosts: int = 0
+    elastic: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     torchrun: tuple[str, ...] = ()
     expect: Expectation = Expectation()
