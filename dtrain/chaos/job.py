@@ -28,8 +28,8 @@ class TorchrunJob:
 
     ``workers``: of all ``num_hosts`` hosts together, equally many on each. ``max_hosts``: agents of
     so many hosts may take part in the end (0: as many as there are). What the job writes to stdout
-    and stderr goes to ``output-HOST.log`` in ``folder``. Every process of the job carries a mark in its
-    environment, by which it is found whoever its parent is.
+    and stderr goes to ``output-HOST.log`` in ``folder``. Every process of the job carries a mark in
+    its environment, by which it is found whoever its parent is.
     """
 
     def __init__(
