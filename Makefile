@@ -13,13 +13,14 @@ DEMO_STORE := stores/quickstart
 TEST_EXTRAS := dev,pyg,s3,parquet
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test check install clean
+.PHONY: demo test chaos check install clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
 	@echo "make demo   train a small generated graph with 4 workers, installation included"
 	@echo "make test   run the tests"
+	@echo "make chaos  whole jobs under torchrun with faults"
 	@echo "make check  lint, formatting and types"
 	@echo "make clean  remove the virtual environment and everything generated"
 
@@ -32,6 +33,10 @@ $(DEMO_STORE)/meta.json: | $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# Whole jobs under torchrun with faults, hosts as network namespaces among them: minutes.
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m chaos
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
