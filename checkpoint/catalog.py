@@ -33,7 +33,20 @@ class Catalog:
         self._files = files
 
     def scan(self) -> list[tuple[CheckpointInfo, str, bool]]:
-        """Each folder of a save, oldest first: its checkpoint, its name, and if it is committed."""
+        """Each folder of a save, oldest first: its checkpoint, its name, and if it is committed.
+
+        Folders are listed before their markers are looked for. A save that commits and prunes in
+        between can make it seem that nothing is committed; then it is looked again.
+        """
+        found = self._scan()
+        while found and not any(committed for _, _, committed in found):
+            again = self._scan()
+            if again == found:
+                break
+            found = again
+        return found
+
+    def _scan(self) -> list[tuple[CheckpointInfo, str, bool]]:
         self._files.refresh()
         found = []
         for folder in self._files.folders():

@@ -150,7 +150,8 @@ class CheckpointStore:
     def _look_for_newest(
         self, identity: Mapping[str, Any] | None, report: Report, strict: bool
     ) -> CheckpointInfo | None:
-        for info, folder, committed in reversed(self._catalog.scan()):
+        scan = self._catalog.scan()
+        for info, folder, committed in reversed(scan):
             if not committed:
                 report(f"checkpoint skipped: {folder}: not committed ({MARKER} is missing)")
                 continue
@@ -164,6 +165,8 @@ class CheckpointStore:
                     f"checkpoints at {self.url}: {fault}; strict restoring takes no older one"
                 )
             report(f"checkpoint skipped: {fault}")
+        if {*self._catalog.committed()} - {info for info, _, committed in scan if committed}:
+            raise CheckpointGoneError("a checkpoint was committed meanwhile")
         return None
 
     def read_newest(

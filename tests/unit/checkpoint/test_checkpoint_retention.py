@@ -116,6 +116,29 @@ def test_a_checkpoint_pruned_while_it_is_verified_is_not_called_damaged(tmp_path
     assert said == []
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_commit_and_a_prune_between_listing_and_looking_hide_nothing(
+    tmp_path: Path, damaged: bool
+) -> None:
+    writer, reader = CheckpointStore(str(tmp_path)), CheckpointStore(str(tmp_path))
+    if damaged:
+        older = save(writer, 0)
+        (tmp_path / older.name / "manifest.json").unlink()
+    save(writer, 1)
+    folders = reader._files.folders
+
+    def list_early() -> list[str]:
+        found = folders()
+        if CheckpointInfo(2) not in writer.list():
+            save(writer, 2)
+            writer.prune(Retention(1, pinned=frozenset([0])))
+        return found
+
+    reader._files.folders = list_early  # type: ignore[method-assign]
+    assert reader.newest(on_skip=lambda _: None) == CheckpointInfo(2)
+    assert CheckpointInfo(2) in reader.list()
+
+
 def test_readers_beside_a_run_that_saves_and_prunes(tmp_path: Path) -> None:
     save(CheckpointStore(str(tmp_path)), 0)
     over, problems = threading.Event(), []
@@ -143,5 +166,6 @@ def test_readers_beside_a_run_that_saves_and_prunes(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(30)
     # An unfinished save is a message, not damage.
-    assert [p for p in problems if "not committed" not in p] == []
+    bad = [p for p in problems if "not committed" not in p]
+    assert bad == [], bad
     assert len(seen) > 1
