@@ -135,8 +135,10 @@ def test_a_commit_and_a_prune_between_listing_and_looking_hide_nothing(
         return found
 
     reader._files.folders = list_early  # type: ignore[method-assign]
-    assert reader.newest(on_skip=lambda _: None) == CheckpointInfo(2)
-    assert CheckpointInfo(2) in reader.list()
+    if damaged:
+        assert reader.newest(on_skip=lambda _: None) == CheckpointInfo(2)
+    else:
+        assert reader.list() == [CheckpointInfo(2)]
 
 
 def test_readers_beside_a_run_that_saves_and_prunes(tmp_path: Path) -> None:
