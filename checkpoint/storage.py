@@ -6,7 +6,6 @@ import contextvars
 import io
 import os
 import pickle
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
 from dtrain.checkpoint.errors import CheckpointError
@@ -189,20 +187,17 @@ def _origin(form: Any) -> torch.Size:
 
 
 class Reader(FsspecReader):
-    """Reads from a checkpoint whose metadata was read and checked before, in several threads."""
+    """Reads from a checkpoint whose metadata was read and checked before, in several threads.
 
-    def __init__(self, files: Files, folder: str, metadata: Metadata) -> None:
+    The stock reader's way of reading metadata, unpickling without limits, is not used.
+    """
+
+    def __init__(self, files: Files, folder: str) -> None:
         super().__init__(files.root)
         self.fs = DurableFileSystem(files)  # type: ignore[assignment]
         self.path = files.path(folder)
         self._files = files
         self._folder = folder
-        self._metadata = metadata
-
-    # The keyword arguments are not called kwargs: by that name DCP decides to try a second file.
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """The metadata given; the stock reader would unpickle the file without limits."""
-        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fetch the ranges that the plan needs, and no others."""
@@ -275,13 +270,13 @@ class LoadTensors(DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn}: expected a tensor, got an object")
 
 
-def fill_tensors(tensors: dict[str, Tensor], reader: Reader) -> None:
-    """DCP's load into the given tensors, without collectives.
+def fill_tensors(tensors: dict[str, Tensor], reader: Reader, metadata: Metadata) -> None:
+    """Read into the given tensors as DCP's load does, without collectives.
 
-    Raises:
-        CheckpointException: of DCP (a BaseException).
+    DCP's own ``load`` warns, through filters that all threads share, where it is alone.
     """
-    with warnings.catch_warnings():
-        # DCP warns each time that it works without a process group; here that is the purpose.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(tensors, storage_reader=reader, planner=LoadTensors(), no_dist=True)
+    planner = LoadTensors()
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dtrain.checkpoint import transaction
 from dtrain.checkpoint.catalog import Catalog
@@ -364,7 +363,7 @@ class CheckpointStore:
                         f"{info.name}: {name} is {dtype} {[*saved.size]}, "
                         f"expected {tensor.dtype} {[*tensor.size()]}"
                     )
-            self._fill(info, Reader(self._files, info.name, metadata), dict(tensors))
+            self._fill(info, metadata, dict(tensors))
 
     def load_tensors(
         self, info: CheckpointInfo, names: Sequence[str] | None = None
@@ -381,7 +380,7 @@ class CheckpointStore:
             for name in saved if names is None else names:
                 entry = _entry(saved, info, name)
                 tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            self._fill(info, Reader(self._files, info.name, metadata), tensors)
+            self._fill(info, metadata, tensors)
             return tensors
 
     def prune(self, retention: Retention, *, dry_run: bool = False) -> builtins.list[str]:
@@ -405,12 +404,13 @@ class CheckpointStore:
                     )
         return []
 
-    def _fill(self, info: CheckpointInfo, reader: Reader, tensors: dict[str, Tensor]) -> None:
+    def _fill(self, info: CheckpointInfo, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
         try:
-            fill_tensors(tensors, reader)
-        except CheckpointException as error:
-            cause = _first_cause(error)
-            raise CheckpointError(f"{info.name}: cannot be read ({reason(cause)})") from None
+            fill_tensors(tensors, Reader(self._files, info.name), metadata)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{info.name}: cannot be read ({reason(error)})") from None
 
     @contextmanager
     def _reading(self, info: CheckpointInfo) -> Iterator[None]:
@@ -453,11 +453,3 @@ def _entry(saved: Mapping[str, Any], info: CheckpointInfo, name: str) -> TensorS
     if not isinstance(entry, TensorStorageMetadata):
         raise CheckpointError(f"{info.name}: no tensor {name} in it")
     return entry
-
-
-def _first_cause(error: CheckpointException) -> BaseException:
-    """The failure of the lowest rank; one that is no Exception (an interrupt) goes on as it is."""
-    for cause, _ in error.failures.values():
-        if not isinstance(cause, Exception):
-            raise cause
-    return error.failures[min(error.failures)][0]
