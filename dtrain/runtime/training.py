@@ -75,7 +75,7 @@ class Training:
                 outcome = transaction.run(step, self._prefetcher, wishes)
                 self._committed(outcome)
                 if outcome.leaving:
-                    return self._leave(outcome)
+                    return self._leave(outcome, wishes)
                 if outcome.regroup:
                     self._snapshots.take(force=True)
                     return self._part("somebody waits to be let in")
@@ -235,7 +235,7 @@ class Training:
                 stall_s=round(pending.stall_s, 4),
             )
 
-    def _leave(self, outcome: Outcome) -> tuple[bool, str]:
+    def _leave(self, outcome: Outcome, wishes: Wishes) -> tuple[bool, str]:
         """Somebody was told to leave: save; then go without them, or stop if nobody is left."""
         progress = self._holdings.progress
         everybody = outcome.leaving >= len(self._generation.peers)
@@ -250,7 +250,8 @@ class Training:
                 f"stopped on request after step {progress.step}; the same command resumes there"
             )
         done, reason = self._part(f"{outcome.leaving} workers leave")
-        if self._leaving.is_set():
+        # What was wished at the vote counts: told since then, it leaves after the next step.
+        if wishes.leave:
             announcement = self._holdings.announcement(
                 self._around.me, sharded=self._sharded, leaving=True
             )

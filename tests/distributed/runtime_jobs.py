@@ -27,6 +27,7 @@ class Job:
 
     def __init__(self, config: Config, workers: int, run_dir: Path) -> None:
         self.run_dir = run_dir
+        self._began_s = time.time()
         self._config = config
         self._workers = workers
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -92,8 +93,8 @@ class Job:
         return [0 if w in late else p.exitcode for w, p in enumerate(self.processes)]
 
     def _done(self) -> bool:
-        file = self.run_dir / "run.json"
-        return file.exists() and json.loads(file.read_text())["status"] == "done"
+        """Whether this attempt has completed the run; an earlier one may have, with fewer steps."""
+        return any(e["time"] > self._began_s for e in self.events("run_done"))
 
     def _latecomers(self) -> list[int]:
         """Living trainers whose life began after the last generation did."""
