@@ -353,13 +353,13 @@ def _hosts() -> Iterator[Scenario]:
 
 
 def _newcomers() -> Iterator[Scenario]:
-    long = {"train.max_steps": 120}
+    long = {"train.max_steps": 300}
     yield Scenario(
         "join",
         "two workers join a job that runs",
         acts=(Act("join", 0, _STEP),),
         overrides=long,
-        expect=Expectation(replayed=0, evicted=False, fired=0),
+        expect=Expectation(replayed=0, evicted=False, fired=0, workers=6),
     )
     yield Scenario(
         "host-joins",
@@ -368,7 +368,7 @@ def _newcomers() -> Iterator[Scenario]:
         hosts=2,
         spare_hosts=1,
         overrides=long,
-        expect=Expectation(replayed=0, evicted=False, fired=0),
+        expect=Expectation(replayed=0, evicted=False, fired=0, workers=6),
         limit_s=300.0,
     )
     yield Scenario(
@@ -377,7 +377,7 @@ def _newcomers() -> Iterator[Scenario]:
         acts=(Act("kill", 1, _STEP), Act("join", 1, _STEP + 10)),
         hosts=2,
         overrides=long,
-        expect=Expectation(replayed=2, lost=1, recovery_s=30.0, fired=0, scratch=True),
+        expect=Expectation(replayed=2, lost=1, recovery_s=30.0, fired=0, workers=4, scratch=True),
         limit_s=300.0,
     )
     yield Scenario(
@@ -387,7 +387,7 @@ def _newcomers() -> Iterator[Scenario]:
         hosts=2,
         spare_hosts=1,
         elastic=True,
-        overrides={"train.max_steps": 200},
-        expect=Expectation(replayed=0, evicted=False, fired=0),
+        overrides=long,
+        expect=Expectation(replayed=0, evicted=False, fired=0, workers=6),
         limit_s=300.0,
     )

@@ -80,6 +80,10 @@ def expectation_missed(
             )
         if record.steps_lost > expect.lost:
             reasons.append(f"steps_lost: expected at most {expect.lost}, got {record.steps_lost}")
+        if record.workers < expect.workers:
+            reasons.append(
+                f"workers: expected at least {expect.workers} at the end, got {record.workers}"
+            )
     longest = max(watch.pauses(), default=0.0)
     if longest > expect.recovery_s:
         reasons.append(

@@ -61,7 +61,7 @@ class Expectation:
     metrics.jsonl names every step once. ``recovery_s``: longest pause from a fault to the next
     committed step. ``fired``: faults that must have struck. ``evicted``: whether workers may be
     evicted. ``says``: a text that must stand in the output or among the events' reasons.
-    ``scratch``: temporary folders may stay, because all processes that could remove them were
+    ``workers``: fewest at the end. ``scratch``: temporary folders may stay, because all processes that could remove them were
     killed at once.
     """
 
@@ -72,6 +72,7 @@ class Expectation:
     fired: int = 1
     evicted: bool = True
     says: str | None = None
+    workers: int = 1
     scratch: bool = False
 
 

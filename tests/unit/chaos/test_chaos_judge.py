@@ -23,6 +23,7 @@ RECORD = RunRecord(
     metrics={"val": {"accuracy": 0.5}},
     weights_sha256="ab",
     seeds_trained=40,
+    workers=4,
 )
 
 
@@ -120,6 +121,7 @@ FAULT = {"kind": "fault_injected", "time": 10.0}
         ([FAULT], [9.0, 25.0], {}, {"recovery_s": 20.0}, None),
         ([FAULT], [11.0], {"steps_replayed": 2}, {}, "steps_replayed: expected at most 1, got 2"),
         ([FAULT], [11.0], {"steps_lost": 1}, {}, "steps_lost: expected at most 0, got 1"),
+        ([FAULT], [11.0], {"workers": 3}, {"workers": 4}, "workers: expected at least 4"),
         ([FAULT, {"kind": "trainer_hung"}], [11.0], {}, {}, None),
         ([FAULT, {"kind": "trainer_hung"}], [11.0], {}, {"evicted": False}, "eviction: expected"),
         ([FAULT], [11.0], {}, {"says": "no disk"}, "message: expected 'no disk'"),
