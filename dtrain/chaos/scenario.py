@@ -61,8 +61,8 @@ class Expectation:
     metrics.jsonl names every step once. ``recovery_s``: longest pause from a fault to the next
     committed step. ``fired``: faults that must have struck. ``evicted``: whether workers may be
     evicted. ``says``: a text that must stand in the output or among the events' reasons.
-    ``workers``: fewest at the end. ``scratch``: temporary folders may stay, because all processes that could remove them were
-    killed at once.
+    ``workers``: fewest at the end. ``scratch``: temporary folders may stay, because all processes
+    that could remove them were killed at once.
     """
 
     ends: Ends = "done"
