@@ -45,8 +45,13 @@ class ProgressReport:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Take the bar down, so that what follows is the last on the screen."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
 
     def step(self, done: int, loss: float) -> None:
         """Report that ``done`` steps are committed."""

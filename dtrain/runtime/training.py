@@ -331,6 +331,7 @@ class Training:
             self._folder.write_run(record)
             self._event("run_done", f"{record.steps} steps committed", step=record.steps)
             self._folder.close()
+            self._report.end()
             if self._spec.json_output:
                 print(json.dumps(asdict(record)), flush=True)
             else:
