@@ -77,8 +77,10 @@ def test_killed_at_every_point(workers: Workers, base: str) -> None:
         numbers = [points.index(point) for point in dict.fromkeys(points)]
     urls = [f"{base}/{number}" for number in numbers]
     assert kill(workers, urls, numbers) == [-9] * len(numbers)
+    # On S3 the marker is there when its file is closed; locally once it has its final name.
+    done = points.index("committed") - int(base.startswith("s3"))
     for number, url in zip(numbers, urls, strict=True):
-        committed = number >= points.index("committed")
+        committed = number >= done
         assert check(url, {3} if committed else {2}), points[number]
 
 
