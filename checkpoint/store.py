@@ -34,8 +34,10 @@ from dtrain.errors import DtrainError
 Report = Callable[[str], None]
 T = TypeVar("T")
 
-# The background thread computes checksums: it may take what training leaves of the processors.
-_NICE = 5
+# The background thread computes checksums: it takes what training leaves of the processors. Much
+# lower still, and a thread that is set aside while it holds the interpreter's lock keeps training
+# waiting for longer than it ever saves it.
+_NICE = 10
 _POLL_S = 0.02
 # A store that is pruned faster than it can be read is not read for ever.
 _LOOKS = 20
