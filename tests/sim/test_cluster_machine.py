@@ -7,8 +7,9 @@ import os
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from sim_faults import PEACE_S, make_peace, stays_possible
-from sim_world import World
+
+from dtrain.scheduler.simulator.histories import PEACE_S, make_peace, stays_possible
+from dtrain.scheduler.simulator.world import World
 
 picks = st.integers(0, 9)
 
@@ -26,7 +27,7 @@ class Cluster(RuleBasedStateMachine):
         sharded=st.booleans(),
     )
     def start(self, seed: int, workers: int, stages: int, redundancy: int, sharded: bool) -> None:
-        self.world = World(
+        self.world = World.small(
             seed,
             workers=workers,
             stages=min(stages, workers),
@@ -103,7 +104,7 @@ class Cluster(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
-        make_peace(self.world, self.world.random)
+        make_peace(self.world, self.world.chance)
         settled = self.world.run(PEACE_S, self.world.settled)
         assert settled or not stays_possible(self.world), self.world.story()
 

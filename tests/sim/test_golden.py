@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sim_story import describe
-from sim_world import World
 
 from dtrain.scheduler import events as core
+from dtrain.scheduler.simulator.chance import Chance
+from dtrain.scheduler.simulator.story import describe
+from dtrain.scheduler.simulator.world import World
 
 GOLDEN = Path(__file__).parent / "golden"
 Scenario = Callable[[World], None]
@@ -101,7 +102,7 @@ def voted_step_is_applied(world: World) -> None:
     world.respawns = False
     assert world.run(1.0, lambda: any(life.memory.voted for life in world.living))
     # The seed decides who does not see the end of the vote any more.
-    world.random.seed(0)
+    world.chance = Chance(1)
     world.crash(3)
     settle(world)
 
@@ -129,7 +130,7 @@ def split_of_two_and_two_that_reach_the_log(world: World) -> None:
     """Both sides announce themselves, so that all know who cannot reach whom."""
     running(world)
     world.respawns = False
-    world.deaf = {(a, b) for a in range(4) for b in range(4) if (a < 2) != (b < 2)}
+    world.keep_apart([0, 1], [2, 3])
     settle(world)
 
 
@@ -144,7 +145,7 @@ def split_of_three_and_one(world: World) -> None:
 def split_of_three_and_one_that_reach_the_log(world: World) -> None:
     running(world)
     world.respawns = False
-    world.deaf = {(0, b) for b in range(1, 4)} | {(b, 0) for b in range(1, 4)}
+    world.keep_apart([0], [1, 2, 3])
     settle(world)
 
 
@@ -181,8 +182,8 @@ def newcomer_while_a_fault_is_handled(world: World) -> None:
 def newcomer_that_cannot_reach_the_members(world: World) -> None:
     """It reaches the log alone: the leader vouches for the generation, the newcomer withdraws."""
     running(world)
-    world.deaf = {(a, 4) for a in range(4)} | {(4, a) for a in range(4)}
-    world.compute_s = 5.0
+    world.keep_apart([4], range(4))
+    world.compute_time = lambda course: 5.0
     world.run(1.0)
     world.respawns = False
     world.start(4)
@@ -217,7 +218,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def transcript(name: str) -> str:
-    world = World(jitter=False)
+    world = World.small(jitter=False)
     SCENARIOS[name](world)
     doc = (SCENARIOS[name].__doc__ or name.replace("_", " ")).strip()
     lines = [f"# {doc}"]

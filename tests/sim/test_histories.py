@@ -9,7 +9,8 @@ import os
 from collections import Counter
 
 import pytest
-from sim_faults import any_history
+
+from dtrain.scheduler.simulator.histories import any_history
 
 HISTORIES = int(os.environ.get("DTRAIN_SIM_HISTORIES", "2000"))
 FIRST = int(os.environ.get("DTRAIN_SIM_SEED", "0"))

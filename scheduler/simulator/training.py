@@ -9,25 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
-from dtrain.scheduler import Plan, make_plan, replan
 from dtrain.scheduler.events import Announcement, Peer, Proposal
-from dtrain.scheduler.recovery import (
-    base_generation,
-    kept,
-    settle,
-    transfers,
-)
+from dtrain.scheduler.plan import Plan
+from dtrain.scheduler.recovery import base_generation, kept, transfers
+from dtrain.scheduler.simulator.errors import require
 
-SNAPSHOT_EVERY = 3
-CHECKPOINT_EVERY = 4
+if TYPE_CHECKING:
+    from dtrain.scheduler.simulator.process import Life
+    from dtrain.scheduler.simulator.world import World
 
 
 @dataclass
 class Memory:
-    """What a worker remembers beyond a generation; ``stages[s]``: updates applied to stage s."""
+    """What a worker remembers beyond a generation.
 
+    ``stages[s]``: updates applied to stage s. ``snapshots``: (step, stage) of the states in its
+    host memory, the newest ``snapshots_kept`` steps of them.
+    """
+
+    snapshots_kept: int = 2
     committed: int = 0
     pending: bool = False
     voted: bool = False
@@ -51,19 +53,25 @@ class Memory:
 
     def apply(self) -> None:
         """Apply the pending step to every held stage, each exactly once."""
-        assert self.pending, "an update without reduced gradients"
+        require(self.pending, "an update without reduced gradients")
         for stage, at in self.stages.items():
-            assert at == self.committed, f"stage {stage} is at {at}, not at {self.committed}"
+            require(at == self.committed, f"stage {stage} is at {at}, not at {self.committed}")
             self.stages[stage] = at + 1
         self.committed += 1
         self.pending = self.voted = False
         self.knows_vote = True
 
+    def keep(self, taken: set[tuple[int, int]]) -> None:
+        """Take snapshots in, and forget the oldest."""
+        self.snapshots |= taken
+        newest = sorted({step for step, _ in self.snapshots})[-self.snapshots_kept :]
+        self.snapshots = {s for s in self.snapshots if s[0] in newest}
+
 
 class Course:
     """One worker's way through one generation. ``world`` carries messages and checks claims."""
 
-    def __init__(self, world: Any, life: Any, proposal: Proposal) -> None:
+    def __init__(self, world: World, life: Life, proposal: Proposal) -> None:
         self.world, self.life = world, life
         self.number = proposal.number
         self.members = proposal.members
@@ -72,16 +80,9 @@ class Course:
         self.coming: dict[int, int] = {}
         self.step_at = 0
         self.begun = self.left = False
-        self.plan = self._plan(proposal.reason)
-        self.settlement = settle(self.members, self.plan.num_stages, sharded=world.sharded)
-
-    def _plan(self, reason: str) -> Plan:
         base = base_generation(self.members)
-        workers = sorted(self.peers)
-        old = self.life.plans[self.peers[base[1]]] if base else None
-        if old is None:
-            return make_plan(self.world.layout, workers, self.number)
-        return replan(old, workers, self.number, reason)
+        old = life.plans[self.peers[base[1]]] if base else None
+        self.plan, self.settlement = world.decide(old, proposal)
 
     def form(self) -> None:
         """Settle the interrupted step, and send and await what has to move."""
@@ -91,7 +92,7 @@ class Course:
         settlement = self.settlement
         if me in settlement.apply:
             told = [self.world.lives[self.peers[w]].memory for w in settlement.witnesses]
-            assert any(m.knows_vote or m.voted for m in told), "nobody knows what the vote said"
+            require(any(m.knows_vote or m.voted for m in told), "nobody knows what the vote said")
             memory.apply()
         held = self.plan.stages_held(me)
         if settlement.tier == 2:
@@ -101,7 +102,7 @@ class Course:
                 for peer in self.peers.values():
                     self.world.send(self, peer, lambda c: c.resume(step))
             return
-        assert settlement.step is not None
+        assert settlement.step is not None, "tiers 0 and 1 know their step"
         mine = next(a for a in self.members if a.peer == self.life.peer)
         for stage in held:
             how = kept(mine, stage, settlement)
@@ -113,7 +114,7 @@ class Course:
         for move in transfers(self.plan, settlement, self.members):
             if move.source == me:
                 how = kept(mine, move.stage, settlement)
-                assert how is not None, f"is to send stage {move.stage} that it has not"
+                require(how is not None, f"is to send stage {move.stage} that it has not")
                 self._claim(move.stage, how == "held", settlement.step)
                 self._send_state(move.stage, move.target, settlement.step)
         self._go_on(settlement.step)
@@ -121,7 +122,7 @@ class Course:
     def _claim(self, stage: int, held: bool, step: int) -> None:
         memory = self.life.memory
         there = memory.stages.get(stage) == step if held else (step, stage) in memory.snapshots
-        assert there, f"is said to have stage {stage} at step {step}"
+        require(there, f"is said to have stage {stage} at step {step}")
 
     def _send_state(self, stage: int, target: int, step: int) -> None:
         self.world.send(self, self.peers[target], lambda c: c.receive(stage, step))
@@ -151,10 +152,14 @@ class Course:
     def begin_step(self) -> None:
         """Compute this worker's share of the step and contribute it to the sums."""
         memory = self.life.memory
-        assert set(memory.stages) == set(self.plan.stages_held(self.life.peer.worker))
-        assert all(at == memory.committed for at in memory.stages.values())
+        held = set(self.plan.stages_held(self.life.peer.worker))
+        require(set(memory.stages) == held, "other stages in memory than the plan says")
+        at_hand = set(memory.stages.values())
+        require(at_hand <= {memory.committed}, f"stages at {at_hand}, not {memory.committed}")
         self.step_at = memory.committed
-        self.world.later(self.life, self.world.compute_s, lambda: self._when_in(self._contribute))
+        self.world.later(
+            self.life, self.world.compute_time(self), lambda: self._when_in(self._contribute)
+        )
 
     def _when_in(self, action: Callable[[], None]) -> None:
         if not self.left:
@@ -180,25 +185,19 @@ class Course:
     def _apply(self, regroup: bool) -> None:
         memory, me = self.life.memory, self.life.peer.worker
         memory.apply()
-        if memory.committed % SNAPSHOT_EVERY == 0:
+        if memory.committed % self.world.snapshot_every == 0:
             taken = {(memory.committed, stage) for stage in memory.stages}
-            self._keep(taken)
+            memory.keep(taken)
             workers = sorted(self.peers)
             neighbour = workers[(workers.index(me) + 1) % len(workers)]
-            self.world.send(self, self.peers[neighbour], lambda c: c._keep(taken))
-        if memory.committed % CHECKPOINT_EVERY == 0:
+            self.world.send(self, self.peers[neighbour], lambda c: c.life.memory.keep(taken))
+        if memory.committed % self.world.checkpoint_every == 0:
             step = memory.committed
             self.world.all_at(self, f"saved {step}", False, lambda c, _: c.world.saved(step))
         if regroup:
             self.life.regroup("somebody wants to join or to leave")
         else:
             self.begin_step()
-
-    def _keep(self, taken: set[tuple[int, int]]) -> None:
-        memory = self.life.memory
-        memory.snapshots |= taken
-        newest = sorted({step for step, _ in memory.snapshots})[-2:]
-        memory.snapshots = {s for s in memory.snapshots if s[0] in newest}
 
 
 def best_step(
@@ -207,7 +206,9 @@ def best_step(
     """The newest step of which the members' memories have every stage, by looking into them."""
     memories = [m for a, m in members if a.since > 0]
     best = None
-    for step in range(max((m.committed + 1 for m in memories), default=0) + 1):
+    steps = {at for m in memories for at in (m.committed, m.committed + 1)}
+    steps |= {at for m in memories for at, _ in m.snapshots}
+    for step in sorted(steps):
         have: set[int] = set()
         knows = any(
             (m.voted and m.committed == step - 1) or (m.knows_vote and m.committed == step)
