@@ -88,28 +88,41 @@ class PartitionState:
         Raises:
             CheckpointError: the checkpoint cannot be read; no component has got anything then.
         """
+        mine = set(owned)
+        parsed = {full: parse_name(full) for full in store.names(info)}
+        unclaimed = {p[1] for p in parsed.values() if p and p[1] not in self._components}
+        wanted = [f for f, p in parsed.items() if p and p[0] in mine and p[1] not in unclaimed]
+        found = self.load(store.load_tensors(info, wanted), mine)
+        return Restored(found.missing, tuple(sorted(unclaimed)))
+
+    def load(self, tensors: Mapping[str, Tensor], owned: Iterable[int]) -> Restored:
+        """Hand tensors under their full names to the components; other tensors are passed over.
+
+        Raises:
+            CheckpointError: a name begins like partition state and is not.
+        """
         mine = sorted(set(owned))
-        wanted: dict[tuple[int, str], dict[str, str]] = {}
-        unclaimed: set[str] = set()
-        for full in store.names(info):
+        given: dict[tuple[int, str], dict[str, Tensor]] = {}
+        for full, tensor in tensors.items():
             parsed = parse_name(full)
-            if parsed is None:
-                continue
-            partition, component, name = parsed
-            if component not in self._components:
-                unclaimed.add(component)
-            elif partition in mine:
-                wanted.setdefault((partition, component), {})[name] = full
-        loaded = store.load_tensors(info, [f for names in wanted.values() for f in names.values()])
+            if parsed is not None:
+                partition, component, name = parsed
+                given.setdefault((partition, component), {})[name] = tensor
         missing = []
         for partition in mine:
             for component, keeper in self._components.items():
-                names = wanted.get((partition, component))
-                if names is None:
+                found = given.get((partition, component))
+                if found is None:
                     missing.append((partition, component))
-                    continue
-                keeper.load_partition_state(partition, {n: loaded[f] for n, f in names.items()})
+                else:
+                    keeper.load_partition_state(partition, found)
+        unclaimed = {component for _, component in given} - {*self._components}
         return Restored(tuple(missing), tuple(sorted(unclaimed)))
+
+
+def is_partition_state(full: str) -> bool:
+    """Whether a saved tensor's name is one of partition state."""
+    return full.startswith(f"{_PREFIX}/")
 
 
 def parse_name(full: str) -> tuple[int, str, str] | None:

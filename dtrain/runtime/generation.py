@@ -19,6 +19,7 @@ from dtrain.runtime.fault import FaultFlag
 from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.inputs import InputFetcher, Prefetcher
 from dtrain.runtime.membership import Agreement, Roster
+from dtrain.runtime.partitions import Partitions
 from dtrain.runtime.setup import Job
 from dtrain.runtime.state import Checkpoints, Progress, StageState, pack_json, unpack_json
 from dtrain.runtime.store_log import StoreLog
@@ -34,7 +35,8 @@ class Holdings:
     """What a worker has in memory that outlives a generation.
 
     ``engines`` and ``transaction`` are those of the newest generation that was formed; ``best`` its
-    stages' weights at the best evaluation; ``snapshots``: (step, stage) -> state.
+    stages' weights at the best evaluation; ``partitions``: with stage 0, the state of the graph's
+    partitions; ``snapshots``: (step, stage) -> state.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -42,6 +44,7 @@ class Holdings:
     engines: dict[int, StageEngine] = field(default_factory=dict)
     transaction: StepTransaction | None = None
     best: dict[int, dict[str, Any]] = field(default_factory=dict)
+    partitions: Partitions | None = None
     snapshots: dict[tuple[int, int], StageState] = field(default_factory=dict)
     last_vote: tuple[float, float] | None = None
     broke_s: float | None = None
@@ -50,8 +53,17 @@ class Holdings:
         """The state of a held stage as it is now; the tensors are the live ones."""
         tensors = dict(self.engines[stage].state())
         tensors |= {f"best/{name}": value for name, value in self.best.get(stage, {}).items()}
+        if stage == 0 and self.partitions is not None:
+            tensors |= self.partitions.tensors()
         self.progress.schedule = self.engines[stage].schedule_state() or self.progress.schedule
         return StageState(tensors, self.progress)
+
+    def commit(self, step: int, seeds: int) -> None:
+        """Book step ``step``, which trained ``seeds`` seeds, as committed."""
+        self.progress.step = step + 1
+        self.progress.seeds_trained += seeds
+        if self.partitions is not None:
+            self.partitions.advance(step)
 
     def announcement(self, peer: Peer, *, sharded: bool, leaving: bool = False) -> Announcement:
         """Where this worker stands, for the next generation."""
@@ -195,8 +207,7 @@ class Generation:
         holdings.transaction.apply_pending(vote[1])
         holdings.last_vote = vote
         step = holdings.progress.step
-        holdings.progress.seeds_trained += self.around.job.source.step_seeds(step)
-        holdings.progress.step = step + 1
+        holdings.commit(step, self.around.job.source.step_seeds(step))
 
     def _states(self, settlement: Settlement) -> dict[int, StageState | None]:
         """The states of the stages that this worker holds from now on; None: initial weights."""
@@ -334,6 +345,11 @@ class Generation:
         holdings.transaction = StepTransaction(
             self.plan, me, links, engines, computes, job.source, job.parameter_stage()
         )
+        holdings.partitions = None
+        if 0 in states:
+            first = states[0]
+            tensors = first.tensors if first is not None else {}
+            holdings.partitions = Partitions(job, progress.step, tensors)
         holdings.engines, holdings.best = engines, best
         holdings.progress, holdings.plan = progress, self.plan
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import CheckpointInfo, CheckpointStore, PendingSave, Retention
+from dtrain.checkpoint.partition_state import is_partition_state
 from dtrain.errors import DtrainError
 from dtrain.runtime.comm import MAX, SUM, Communicator
 from dtrain.runtime.setup import Job
@@ -62,7 +63,8 @@ class StageState:
     """All that makes a holder of a stage, at a step boundary.
 
     ``tensors``: ``model/``, ``optim/`` and ``master/`` entries as :meth:`StageEngine.state` names
-    them, and ``best/{name}``, the stage's weights at the best evaluation.
+    them, ``best/{name}``, the stage's weights at the best evaluation, and with stage 0 the state of
+    all partitions, ``partition/{p}/{component}/{name}``.
     """
 
     tensors: dict[str, Tensor]
@@ -163,6 +165,9 @@ class Checkpoints:
         wanted = set(self._job.parameter_names(self._job.layout.layers_of(stage)))
         names = []
         for entry in self._store.names(info):
+            if stage == 0 and is_partition_state(entry):
+                names.append(entry)
+                continue
             section, _, rest = entry.partition("/")
             name = rest.rpartition("/")[0] if section == "optim" else rest
             if name in wanted:

@@ -50,6 +50,7 @@ class Training:
         self._report = report
         self._leaving = leaving
         self._sharded = sharded
+        self._snapshots: Snapshots | None = None
         self._prefetcher: Prefetcher | None = None
         self._pending: PendingSave | None = None
 
@@ -77,7 +78,7 @@ class Training:
                 if outcome.leaving:
                     return self._leave(outcome, wishes)
                 if outcome.regroup:
-                    self._snapshots.take(force=True)
+                    self._snapshot(force=True)
                     return self._part("somebody waits to be let in")
         finally:
             self.stop()
@@ -85,10 +86,16 @@ class Training:
         return True, "done"
 
     def stop(self) -> None:
-        """Stop sampling ahead."""
+        """Stop sampling ahead, and take in what has come for this worker's keeping."""
+        if self._snapshots is not None:
+            self._snapshots.collect()
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
+
+    def _snapshot(self, *, force: bool = False) -> None:
+        assert self._snapshots is not None
+        self._snapshots.take(force=force)
 
     def _part(self, reason: str) -> tuple[bool, str]:
         """Leave the generation in good order at a step boundary."""
@@ -157,13 +164,12 @@ class Training:
     def _committed(self, outcome: Outcome) -> None:
         """Book a committed step, and do what is due."""
         progress = self._holdings.progress
-        progress.step = outcome.step + 1
-        progress.seeds_trained += outcome.seeds
+        self._holdings.commit(outcome.step, outcome.seeds)
         self._holdings.last_vote = (outcome.loss, outcome.norm)
         if self._generation.leads:
             self._log_step(outcome.step, outcome.loss, outcome.norm, outcome.step_time_s)
             self._report.step(progress.step, outcome.loss)
-        self._snapshots.take()
+        self._snapshot()
         if self._pending is not None and self._pending.done():
             self._await_save()
         self._due()
@@ -239,7 +245,7 @@ class Training:
         """Somebody was told to leave: save; then go without them, or stop if nobody is left."""
         progress = self._holdings.progress
         everybody = outcome.leaving >= len(self._generation.peers)
-        self._snapshots.take(force=True)
+        self._snapshot(force=True)
         self._save(must=everybody)
         if everybody:
             if self._generation.leads:
