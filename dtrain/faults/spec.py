@@ -46,6 +46,9 @@ DISK_POINTS = {"full": "file.flush", "rename": "rename", "partial": "marker.writ
 """Where in a save each disk fault strikes (names of ``CheckpointStore``'s points)."""
 
 POINTS = (
+    "stage.begin",
+    "stage.tensor",
+    "stage.end",
     "save.begin",
     "data.write",
     "file.open",

@@ -204,8 +204,9 @@ class Training:
         if self._oldest(checkpoints.last_saved or 0) >= progress.step:
             return
         self._around.heartbeat.phase("checkpoint", progress.step, waiting=True)
-        self._around.injector.reach("checkpoint", progress.step)
+        # First, because the points of a save belong to the step that was last said to be saved.
         self._await_save()
+        self._around.injector.reach("checkpoint", progress.step)
         self._pending = checkpoints.save_async(
             progress,
             self._states(),

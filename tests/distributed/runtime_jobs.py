@@ -25,8 +25,9 @@ ENTRY = "dtrain.runtime.worker:trainer_main"
 class Job:
     """One attempt of a run: its trainers, and the store they meet in."""
 
-    def __init__(self, config: Config, workers: int, run_dir: Path) -> None:
+    def __init__(self, config: Config, workers: int, run_dir: Path, entry: str = ENTRY) -> None:
         self.run_dir = run_dir
+        self._entry = entry
         self._began_s = time.time()
         self._config = config
         self._workers = workers
@@ -55,7 +56,7 @@ class Job:
             json_output=False,
             progress=False,
         )
-        process = self._context.Process(target=run_trainer, args=(ENTRY, spec, writer, True))
+        process = self._context.Process(target=run_trainer, args=(self._entry, spec, writer, True))
         process.start()
         writer.close()
         if worker == len(self.processes):
@@ -139,12 +140,13 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 class Trainers:
     """Starts jobs and leaves nobody behind."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, entry: str = ENTRY) -> None:
         self.folder = folder
+        self.entry = entry
         self._jobs: list[Job] = []
 
     def start(self, raw: dict[str, Any], workers: int, run: str) -> Job:
-        job = Job(check_config(raw, "test"), workers, self.folder / run)
+        job = Job(check_config(raw, "test"), workers, self.folder / run, self.entry)
         self._jobs.append(job)
         return job
 
