@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["F", "B"]
 Schedule = Literal["1f1b", "gpipe"]
+Table = tuple[tuple[int, ...], ...]
+"""One whole number for each stage and microbatch: ``table[s][m]``."""
+
+_FEW = 4
 
 
 class Action(NamedTuple):
@@ -48,6 +52,78 @@ class Layout:
         return range(self.cuts[stage], self.cuts[stage + 1])
 
 
+class Orders(Mapping[int, tuple[Action, ...]]):
+    """Each worker's actions, sorted by their planned starts when they are first asked for.
+
+    ``forward[s][m]`` and ``backward[s][m]``: planned starts, in ticks of the costs that the plan
+    was made with. Along the chain of a microbatch (its forwards up the stages, its backwards down)
+    they increase, and no action waits for another microbatch but by its place in an order: so the
+    unfinished action that starts first can always run, and following the orders never deadlocks,
+    whoever the executors are.
+    """
+
+    def __init__(
+        self,
+        workers: tuple[int, ...],
+        executors: Sequence[Sequence[int]],
+        forward: Table,
+        backward: Table,
+    ) -> None:
+        self.workers = workers
+        self.executors = executors
+        self.forward = forward
+        self.backward = backward
+        self._members = frozenset(workers)
+        self._work: dict[int, list[tuple[int, int]]] | None = None
+        self._sorted: dict[int, tuple[Action, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.workers)
+
+    def __contains__(self, worker: object) -> bool:
+        return worker in self._members
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def work_of(self, worker: int) -> Sequence[tuple[int, int]]:
+        """The (stage, microbatch) pairs that a worker executes."""
+        if worker not in self._members:
+            raise KeyError(worker)
+        if self._work is not None:
+            return self._work.get(worker, ())
+        if len(self._sorted) < _FEW:
+            # A running worker asks for itself alone.
+            return [
+                (s, m)
+                for s, runs in enumerate(self.executors)
+                for m, w in enumerate(runs)
+                if w == worker
+            ]
+        work: dict[int, list[tuple[int, int]]] = {}
+        for s, runs in enumerate(self.executors):
+            for m, w in enumerate(runs):
+                work.setdefault(w, []).append((s, m))
+        self._work = work
+        return self.work_of(worker)
+
+    def __getitem__(self, worker: int) -> tuple[Action, ...]:
+        found = self._sorted.get(worker)
+        if found is None:
+            found = self._sorted[worker] = self._sort(worker)
+        return found
+
+    def _sort(self, worker: int) -> tuple[Action, ...]:
+        timed: list[tuple[int, int, Action]] = []
+        for s, m in self.work_of(worker):
+            timed.append((self.forward[s][m], 1, Action("F", s, m)))
+            timed.append((self.backward[s][m], 0, Action("B", s, m)))
+        return tuple(action for _, _, action in sorted(timed))
+
+
 @dataclass(frozen=True)
 class Plan:
     """One generation's division of work.
@@ -82,3 +158,35 @@ class Plan:
             layers = self.layout.layers_of(stage)
             parts.append(f"stage {stage} (layers {layers.start}-{layers.stop - 1}) on {who}")
         return "; ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """What :func:`dtrain.scheduler.replan` needs of this plan, for a worker without it.
+
+        A plan is computed by every member for itself, from the former plan among other things, so
+        the former plan's planned starts are part of what all must agree on.
+        """
+        raw: dict[str, Any] = {
+            "workers": list(self.workers),
+            "holders": [list(held) for held in self.holders],
+            "executors": [list(runs) for runs in self.executors],
+        }
+        if isinstance(self.actions, Orders):
+            raw["forward"] = [list(row) for row in self.actions.forward]
+            raw["backward"] = [list(row) for row in self.actions.backward]
+        return raw
+
+    @classmethod
+    def from_json(
+        cls, raw: Mapping[str, Any], layout: Layout, generation: int, reason: str = ""
+    ) -> Plan:
+        """The plan that :meth:`as_json` describes. Without starts its orders are empty."""
+        workers = tuple(raw["workers"])
+        executors = _table(raw["executors"])
+        actions: Mapping[int, tuple[Action, ...]] = {}
+        if "forward" in raw:
+            actions = Orders(workers, executors, _table(raw["forward"]), _table(raw["backward"]))
+        return cls(generation, layout, workers, _table(raw["holders"]), executors, actions, reason)
+
+
+def _table(rows: Sequence[Sequence[int]]) -> Table:
+    return tuple(tuple(row) for row in rows)

@@ -1,0 +1,320 @@
+"""Holders and executors in the making: who takes over what, and how the load is levelled."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
+
+from dtrain.scheduler.costs import Cluster, StepCosts, scaled
+from dtrain.scheduler.domains import domain_labels, in_one_domain
+from dtrain.scheduler.plan import Plan
+
+_Pile = list[tuple[int, int]]
+"""Microbatches of one executor on one stage, as ascending (ticks, microbatch)."""
+
+
+class Assignment:
+    """A plan's holders and executors while they are changed for new members, costs or speeds.
+
+    Load is measured in ticks by each worker's weight (slowness and risk), so that equal loads end
+    at the same time. No step costs more than n log n in the workers and microbatches.
+    """
+
+    def __init__(
+        self, old: Plan, members: tuple[int, ...], costs: StepCosts, cluster: Cluster
+    ) -> None:
+        self.members = members
+        self.cluster = cluster
+        self.work = costs.work()
+        self.state_bytes = costs.state_bytes
+        self.weight = {w: cluster.weight(w) for w in members} if _known(cluster) else None
+        self.labels = domain_labels(cluster, members)
+        stay = set(members)
+        self.holders = [set(held) & stay for held in old.holders]
+        self.executors = [list(runs) for runs in old.executors]
+        self.orphans: list[tuple[int, int]] = []
+        if not stay.issuperset(old.workers):
+            self.orphans = [
+                (s, m)
+                for s, runs in enumerate(self.executors)
+                for m, w in enumerate(runs)
+                if w not in stay
+            ]
+        self.load = self._loads()
+        self.moved: set[int] = set()
+        self.least = [min(row) for row in self.work]
+        # What each executor has long had, made for a stage when it is first asked for, and what it
+        # took over.
+        self._own: list[dict[int, _Pile] | None] = [None] * len(self.holders)
+        self.taken: list[dict[int, _Pile]] = [{} for _ in self.holders]
+        total = sum(sum(row) for row in self.work)
+        power = len(members) if self.weight is None else sum(1 / f for f in self.weight.values())
+        self.mean = total / power
+        self.counts = dict.fromkeys(members, 0)
+        self.held_bytes = dict.fromkeys(members, 0) if self.state_bytes else {}
+        for s, held in enumerate(self.holders):
+            for w in held:
+                self.counts[w] += 1
+                if self.state_bytes:
+                    self.held_bytes[w] += self.state_bytes[s]
+
+    def _loads(self) -> dict[int, int]:
+        load = dict.fromkeys(self.members, 0)
+        for runs, row in zip(self.executors, self.work, strict=True):
+            if self.weight is None and min(row) == max(row):
+                for w, count in Counter(runs).items():
+                    if w in load:
+                        load[w] += count * row[0]
+                continue
+            for m, w in enumerate(runs):
+                if w in load:
+                    ticks = row[m]
+                    load[w] += ticks if self.weight is None else scaled(ticks, self.weight[w])
+        return load
+
+    def own(self, stage: int) -> dict[int, _Pile]:
+        """What each worker has executed of a stage all along and still does."""
+        piles = self._own[stage]
+        if piles is None:
+            piles = self._own[stage] = {}
+            taken = {m for pile in self.taken[stage].values() for _, m in pile}
+            row = self.work[stage]
+            for m, w in enumerate(self.executors[stage]):
+                if w in self.load and m not in taken:
+                    pile = piles.get(w)
+                    if pile is None:
+                        piles[w] = [(row[m], m)]
+                    else:
+                        pile.append((row[m], m))
+            if min(row) != max(row):
+                for pile in piles.values():
+                    pile.sort()
+        return piles
+
+    def _ticks(self, stage: int, microbatch: int, worker: int) -> int:
+        ticks = self.work[stage][microbatch]
+        return ticks if self.weight is None else scaled(ticks, self.weight[worker])
+
+    def _factor(self, worker: int) -> float:
+        return 1.0 if self.weight is None else self.weight[worker]
+
+    def _hold(self, stage: int, worker: int) -> None:
+        if worker not in self.holders[stage]:
+            self.holders[stage].add(worker)
+            self.counts[worker] += 1
+            if self.state_bytes:
+                self.held_bytes[worker] += self.state_bytes[stage]
+
+    def fits(self, stage: int, worker: int) -> bool:
+        """Whether a worker has the memory to hold the state of one more stage."""
+        if worker in self.holders[stage] or not self.state_bytes:
+            return True
+        limit = self.cluster.memory_bytes.get(worker)
+        return limit is None or self.held_bytes[worker] + self.state_bytes[stage] <= limit
+
+    def _give(self, stage: int, microbatch: int, worker: int) -> None:
+        self._hold(stage, worker)
+        self.executors[stage][microbatch] = worker
+        self.moved.add(microbatch)
+        pile = self.taken[stage].setdefault(worker, [])
+        insort(pile, (self.work[stage][microbatch], microbatch))
+        self.load[worker] += self._ticks(stage, microbatch, worker)
+
+    def _executes(self, stage: int, worker: int) -> bool:
+        return bool(self.taken[stage].get(worker) or self.own(stage).get(worker))
+
+    def fill_gaps(self) -> None:
+        """Find executors for the microbatches of lost workers, and a holder for every stage."""
+        for s, held in enumerate(self.holders):
+            if not held:
+                able = [w for w in self.members if self.fits(s, w)] or self.members
+                self._hold(s, min(able, key=lambda w: (self.load[w], w)))
+        ranked: dict[int, list[tuple[int, int]]] = {}
+        # Longest first (Graham, 1969), so that the short ones even out what the long ones left.
+        for s, m in sorted(self.orphans, key=lambda p: -self.work[p[0]][p[1]]):
+            if s not in ranked:
+                ranked[s] = [(self.load[w], w) for w in self.holders[s]]
+                heapify(ranked[s])
+            heap = ranked[s]
+            while heap[0][0] != self.load[heap[0][1]]:
+                heapreplace(heap, (self.load[heap[0][1]], heap[0][1]))
+            self._give(s, m, heap[0][1])
+
+    def level(self, may_hold: bool = True) -> int:
+        """Move microbatches as long as the busier of two workers gains; how many were moved.
+
+        Nobody who is not above the mean gives, so little is moved. ``may_hold``: a worker may
+        become a further holder of a stage to take work of it.
+        """
+        load = self.load
+        light = [(ticks, w) for w, ticks in load.items()]
+        heapify(light)
+        heavy = [
+            [(-load[w], w) for w in set(runs) if load[w] > self.mean] for runs in self.executors
+        ]
+        for heap in heavy:
+            heapify(heap)
+        every = not may_hold or self.weight is not None or bool(self.state_bytes)
+        moved = 0
+        while light:
+            ticks, taker = light[0]
+            if ticks != load[taker]:
+                heapreplace(light, (load[taker], taker))
+                continue
+            found = self._best_gift(taker, heavy, may_hold)
+            if found is None:
+                if not every:
+                    # Who has more could take no more from anybody.
+                    return moved
+                heappop(light)
+                continue
+            stage, giver, microbatch = found
+            self._take_from(stage, giver, microbatch)
+            self._give(stage, microbatch, taker)
+            # Among the last moves a giver may itself become one with the least work.
+            heappush(light, (load[giver], giver))
+            moved += 1
+        return moved
+
+    def _take_from(self, stage: int, giver: int, microbatch: int) -> None:
+        entry = (self.work[stage][microbatch], microbatch)
+        for piles in (self.taken[stage], self.own(stage)):
+            pile = piles.get(giver, [])
+            at = bisect_left(pile, entry)
+            if at < len(pile) and pile[at] == entry:
+                del pile[at]
+                break
+        self.load[giver] -= self._ticks(stage, microbatch, giver)
+
+    def _best_gift(
+        self, taker: int, heavy: list[list[tuple[int, int]]], may_hold: bool
+    ) -> tuple[int, int, int] | None:
+        """The stage, executor and microbatch that ``taker`` should take, if any."""
+        best: tuple[bool, bool, int, int, int, int, int] | None = None
+        for s, heap in enumerate(heavy):
+            held = self.holders[s]
+            if taker not in held and not (may_hold and self.fits(s, taker)):
+                continue
+            least = self.least[s] if self.weight is None else self._factor(taker) * self.least[s]
+            enough = max(self.mean, self.load[taker] + least)
+            while heap:
+                load, w = heap[0]
+                if load != -self.load[w]:
+                    heapreplace(heap, (-self.load[w], w))
+                elif -load > enough and not self._executes(s, w):
+                    heappop(heap)
+                else:
+                    break
+            if not heap or -heap[0][0] <= enough:
+                continue
+            load, w = heap[0]
+            found = self._gift(s, w, taker)
+            if found is not None:
+                # Rather no further holder, and rather what has just been taken over than what
+                # its executor has long had.
+                fresh, m = found
+                entry = (taker not in held, not fresh, load, len(held), s, w, m)
+                best = entry if best is None else min(best, entry)
+        return (best[4], best[5], best[6]) if best is not None else None
+
+    def _gift(self, stage: int, giver: int, taker: int) -> tuple[bool, int] | None:
+        """Whether it was taken over before, and the microbatch whose move levels the two best."""
+        gap = self.load[giver] - self.load[taker]
+        give, take = self._factor(giver), self._factor(taker)
+        ideal = gap / (give + take)
+        for fresh, piles in ((True, self.taken[stage]), (False, self.own(stage))):
+            pile = piles.get(giver)
+            if not pile:
+                continue
+            # Of equal ones the last, from the end of the step.
+            at = bisect_left(pile, (int(ideal) + 1, -1))
+            for i in (at - 1, at):
+                if not 0 <= i < len(pile):
+                    continue
+                ticks, m = pile[i]
+                if (ticks if take == 1.0 else scaled(ticks, take)) < gap:
+                    return fresh, m
+        return None
+
+    def fill_standbys(self, redundancy: int) -> None:
+        """Bring every stage to its holders, in two domains if it can be, and all workers to one."""
+        wanted = min(redundancy, len(self.members))
+        lacking = [
+            s
+            for s in sorted(range(len(self.holders)), key=lambda s: (len(self.holders[s]), s))
+            if len(self.holders[s]) < wanted
+            or (wanted > 1 and in_one_domain(self.holders[s], self.labels))
+        ]
+        if lacking:
+            risk = self.cluster.risk
+            fewest = [(risk.get(w, 0.0), self.counts[w], self.load[w], w) for w in self.members]
+            heapify(fewest)
+            for s in lacking:
+                self._add_standbys(s, wanted, fewest)
+        for w in self.members:
+            if not self.counts[w]:
+                stages = range(len(self.holders))
+                self._hold(min(stages, key=lambda s: (len(self.holders[s]), s)), w)
+
+    def _add_standbys(
+        self, stage: int, wanted: int, fewest: list[tuple[float, int, int, int]]
+    ) -> None:
+        held = self.holders[stage]
+
+        def lacks_domain() -> bool:
+            return wanted > 1 and bool(held) and in_one_domain(held, self.labels)
+
+        # First one in another domain, where all copies are in one; then whoever holds least.
+        if lacks_domain():
+            here = {self.labels[w] for w in held}
+            self._add_first(stage, fewest, lambda w: self.labels[w] not in here)
+        while len(held) < wanted:
+            if not self._add_first(stage, fewest, lambda w: True):
+                # Redundancy comes before a limit that is only predicted.
+                rest = set(self.members) - held
+                self._hold(stage, min(rest, key=lambda w: (self.held_bytes.get(w, 0), w)))
+        if lacks_domain():
+            here = {self.labels[w] for w in held}
+            self._add_first(stage, fewest, lambda w: self.labels[w] not in here)
+
+    def _add_first(
+        self,
+        stage: int,
+        fewest: list[tuple[float, int, int, int]],
+        suits: Callable[[int], bool],
+    ) -> bool:
+        """Make the worker that holds least, of those that suit and have room, a further holder."""
+        passed, found = [], False
+        while fewest and not found:
+            risk, count, load, w = heappop(fewest)
+            if w not in self.holders[stage] and suits(w) and self.fits(stage, w):
+                self._hold(stage, w)
+                found, count = True, self.counts[w]
+            passed.append((risk, count, load, w))
+        for entry in passed:
+            heappush(fewest, entry)
+        return found
+
+    def drop_surplus(self, redundancy: int) -> None:
+        """Let standbys go that redundancy does not need, from the workers that hold most stages."""
+        wanted = min(redundancy, len(self.members))
+        for s, (held, runs) in enumerate(zip(self.holders, self.executors, strict=True)):
+            if len(held) <= wanted:
+                continue
+            # The only stage of a worker stays with it, as a hot standby.
+            idle = [w for w in held - set(runs) if self.counts[w] > 1]
+            idle.sort(key=lambda w: (self.counts[w], w))
+            while idle and len(held) > wanted:
+                dropped = idle.pop()
+                if wanted > 1 and self.labels and in_one_domain(held - {dropped}, self.labels):
+                    continue
+                held.remove(dropped)
+                self.counts[dropped] -= 1
+                if self.state_bytes:
+                    self.held_bytes[dropped] -= self.state_bytes[s]
+
+
+def _known(cluster: Cluster) -> bool:
+    return bool(cluster.slowness or cluster.risk)
