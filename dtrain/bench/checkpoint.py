@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from dtrain.bench.snapshots import WORKERS, SnapshotCost, snapshot_cost
 from dtrain.checkpoint import CheckpointStore, Retention
 from dtrain.config import ModelConfig
 from dtrain.data.block import Block
@@ -42,7 +43,8 @@ class Report:
     ``async_save``. ``slowdown_vs_dcp_async``: share of the training speed that is lost while a
     save runs in the background, over the same with DCP. ``save_vs_torch_save``: throughput of a
     whole save (copy, write, checksums, sync, commit) over that of ``torch.save`` with sync.
-    ``load_vs_dcp``: time to load over DCP's. ``snapshot_overhead_pct``: None, with the reason.
+    ``load_vs_dcp``: time to load over DCP's. ``snapshot_overhead_pct``: what a snapshot to a peer
+    adds to a step, in percent of it (``snapshot``: how it was measured); None if left out.
     ``seconds``, ``slowdown``: medians behind the ratios; ``spread``: smallest and largest sample.
     """
 
@@ -58,7 +60,7 @@ class Report:
     save_vs_torch_save: float
     load_vs_dcp: float
     snapshot_overhead_pct: float | None
-    snapshot_reason: str
+    snapshot: dict[str, Any]
     seconds: dict[str, float]
     slowdown: dict[str, float]
     spread: dict[str, tuple[float, float]]
@@ -82,7 +84,14 @@ class _Samples:
 
 
 def run(
-    megabytes: int, repeats: int, threads: int, folder: Path | None, say: Callable[[str], None]
+    megabytes: int,
+    repeats: int,
+    threads: int,
+    folder: Path | None,
+    say: Callable[[str], None],
+    *,
+    snapshot_pairs: int = 0,
+    graph: str | None = None,
 ) -> Report:
     """Measure, each thing once in every repetition, so that a busy machine slows all alike.
 
@@ -92,10 +101,14 @@ def run(
         threads: torch's threads.
         folder: on the disk to measure; a temporary one by default. Emptied again.
         say: told of the progress.
+        snapshot_pairs: pairs of steps with and without a snapshot; 0 leaves them out.
+        graph: the store to train on for them; None for a generated graph.
 
     Raises:
-        DtrainError: a number is below 1, or the folder cannot be written.
+        DtrainError: a number is too small, or the folder cannot be written.
     """
+    if snapshot_pairs < 0:
+        raise DtrainError(f"--snapshot-pairs: expected at least 0, got {snapshot_pairs}")
     for name, value in (("--megabytes", megabytes), ("--repeats", repeats), ("--threads", threads)):
         if value < 1:
             raise DtrainError(f"{name}: expected at least 1, got {value}")
@@ -111,10 +124,21 @@ def run(
                 bench.repetition(samples if number else _Samples(), number)
     finally:
         torch.set_num_threads(before)
-    return _report(state, samples, repeats, threads)
+    cost = None
+    if snapshot_pairs:
+        say(f"a job of {WORKERS} workers with snapshots in peer memory")
+        with _workplace(folder) as place:
+            cost = snapshot_cost(place, graph, snapshot_pairs, 0)
+    return _report(state, samples, repeats, threads, cost)
 
 
-def _report(state: Mapping[str, Tensor], samples: _Samples, repeats: int, threads: int) -> Report:
+def _report(
+    state: Mapping[str, Tensor],
+    samples: _Samples,
+    repeats: int,
+    threads: int,
+    cost: SnapshotCost | None,
+) -> Report:
     median = samples.median
     lost = {name: median(f"slowdown_{name}") for name in ("ours", "dcp_async")}
     return Report(
@@ -129,8 +153,8 @@ def _report(state: Mapping[str, Tensor], samples: _Samples, repeats: int, thread
         slowdown_vs_dcp_async=lost["ours"] / lost["dcp_async"] if lost["dcp_async"] > 0 else 1.0,
         save_vs_torch_save=median("torch_save") / median("save"),
         load_vs_dcp=median("load") / median("dcp_load"),
-        snapshot_overhead_pct=None,
-        snapshot_reason="there are no peer-memory snapshots to measure",
+        snapshot_overhead_pct=None if cost is None else cost.overhead_pct,
+        snapshot={} if cost is None else {**asdict(cost), "workers": WORKERS},
         seconds={n: median(n) for n in samples.taken if not n.startswith("slowdown")},
         slowdown=lost,
         spread={name: (min(taken), max(taken)) for name, taken in samples.taken.items()},

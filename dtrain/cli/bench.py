@@ -49,12 +49,26 @@ def checkpoint_command(
     folder: Annotated[
         Path | None, typer.Option(help="A folder on the disk to measure; default a temporary one.")
     ] = None,
+    snapshot_pairs: Annotated[
+        int, typer.Option(help="Pairs of steps with and without a snapshot; 0: not measured.")
+    ] = 100,
+    graph: Annotated[
+        str | None, typer.Option(help="Store for these steps; default a generated graph.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Measure what saving and loading checkpoints costs, beside torch.save and DCP."""
+    """Measure what checkpoints and snapshots in peer memory cost, beside torch.save and DCP."""
     from dtrain.bench.checkpoint import run
 
-    report = run(megabytes, repeats, threads, folder, lambda text: typer.echo(text, err=True))
+    report = run(
+        megabytes,
+        repeats,
+        threads,
+        folder,
+        lambda text: typer.echo(text, err=True),
+        snapshot_pairs=snapshot_pairs,
+        graph=graph,
+    )
     if as_json:
         typer.echo(json.dumps(report.as_json()))
         return
@@ -72,4 +86,7 @@ def checkpoint_command(
         typer.echo(f"  {name:16s} {seconds * 1e3:8.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})")
     for name, share in report.slowdown.items():
         typer.echo(f"  training while saving, {name}: {share:.0%} slower")
-    typer.echo(f"peer-memory snapshots: {report.snapshot_reason}")
+    if report.snapshot_overhead_pct is not None:
+        typer.echo(
+            f"a snapshot to a peer at each step: {report.snapshot_overhead_pct:+.1f} % step time"
+        )
