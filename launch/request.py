@@ -56,6 +56,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.FIELD=VALUE",
         help="override a field of the configuration; may be repeated",
     )
+    parser.add_argument(
+        "--strict",
+        dest="overrides",
+        action="append_const",
+        const="checkpoint.strict=true",
+        help="stop at a damaged newest checkpoint instead of taking the next older",
+    )
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder; resumes the run in it")
     parser.add_argument(
         "--json", action="store_true", help="print run.json as the last line of stdout"

@@ -15,6 +15,7 @@ may stand before or after CONFIG. Without a rendezvous flag it is torchrun's --s
 number of workers is --nproc-per-node (default 1). `torchrun --help` lists torchrun's flags.
 
 --set SECTION.FIELD=VALUE overrides a field of the configuration, and may be repeated.
+--strict is --set checkpoint.strict=true: a damaged newest checkpoint stops the run.
 --run-dir DIR is the run's folder (default runs/NAME-TIME); an unfinished run in it is resumed.
 --json prints run.json as the last line of stdout.
 """

@@ -118,6 +118,7 @@ class Generation:
         self.comm: Communicator | None = None
         self.resumed_from: int | None = None
         self._told: Progress | None = None
+        self._departed: list[int] = []
         self._notes = 0
         around.transport.enter(self.number, self.fault)
         around.roster.watch(self.fault)
@@ -161,6 +162,7 @@ class Generation:
             progress = self.holdings.progress
         progress = (progress or Progress()).copy()
         progress.generations += 1
+        progress.departed(self._departed)
         if any(a.since > 0 for a in self.members):
             progress.steps_replayed += max(0, before - progress.step) + settlement.replayed
         self._build(states, progress)
@@ -191,6 +193,8 @@ class Generation:
                     {},
                     "",
                 )
+                stayed = {a.peer.worker for a in veterans}
+                self._departed = sorted(set(former.workers) - stayed)
                 return replan(former, list(self.peers), self.number, reason)
         return make_plan(job.layout, list(self.peers), self.number)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from dtrain.checkpoint.partition_state import is_partition_state
 from dtrain.errors import DtrainError
 from dtrain.runtime.comm import MAX, SUM, Communicator
 from dtrain.runtime.setup import Job
+
+_DEPARTURES_KEPT = 100
 
 
 @dataclass
@@ -32,7 +34,9 @@ class Progress:
 
     ``step``: committed steps. ``seeds_trained``: seed nodes of all of them. ``schedule``: the
     learning-rate schedule. ``evaluated``: newest step that was evaluated. ``generations``:
-    memberships so far. ``steps_replayed``: steps begun, discarded and run again.
+    memberships so far. ``steps_replayed``: steps begun, discarded and run again. ``departures``:
+    worker -> committed steps at which it was lost or left, the newest ones. ``memory``: what the
+    scheduler has learnt (its cost model), as JSON under a name for each of its parts.
     """
 
     step: int = 0
@@ -42,6 +46,8 @@ class Progress:
     evaluated: int = 0
     generations: int = 0
     steps_replayed: int = 0
+    departures: dict[str, list[int]] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Progress:
@@ -55,7 +61,16 @@ class Progress:
 
     def copy(self) -> Progress:
         """A copy that later progress does not change."""
-        return replace(self, schedule=dict(self.schedule))
+        departures = {worker: list(steps) for worker, steps in self.departures.items()}
+        return replace(
+            self, schedule=dict(self.schedule), departures=departures, memory=dict(self.memory)
+        )
+
+    def departed(self, workers: Iterable[int]) -> None:
+        """Remember that workers are gone since this step."""
+        for worker in workers:
+            steps = self.departures.setdefault(str(worker), [])
+            self.departures[str(worker)] = [*steps, self.step][-_DEPARTURES_KEPT:]
 
 
 @dataclass

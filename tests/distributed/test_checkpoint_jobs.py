@@ -154,6 +154,9 @@ def test_a_worker_killed_at_a_point_of_a_save(
     assert resumed_step(job.run_dir) == 0
     newest = checkpoints(job.run_dir).newest(on_skip=lambda _: None)
     assert newest == CheckpointInfo(24)
+    assert newest is not None
+    departures = checkpoints(job.run_dir).progress(newest)["progress"]["departures"]
+    assert [*departures] == ["0"], "what is known of workers is saved"
 
 
 @pytest.fixture

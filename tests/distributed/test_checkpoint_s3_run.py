@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,9 +15,7 @@ import yaml
 
 from dtrain.checkpoint import CheckpointStore
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("DTRAIN_TEST_FULL"), reason="takes minutes; set DTRAIN_TEST_FULL=1"
-)
+pytestmark = pytest.mark.chaos
 
 JOIN_S = 240.0
 

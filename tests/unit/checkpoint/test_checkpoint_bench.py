@@ -48,7 +48,7 @@ def test_bad_numbers_and_folders_are_one_line(
         (["--folder", str(tmp_path / "none")], "cannot be written (No such file or directory)"),
     ):
         with pytest.raises(SystemExit) as caught:
-            main(["bench", "checkpoint", *words])
+            main(["bench", "checkpoint", "--megabytes", "1", *words])
         assert caught.value.code == 2
         err = capsys.readouterr().err
         assert message in err

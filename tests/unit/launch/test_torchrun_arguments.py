@@ -26,6 +26,11 @@ def test_the_order_of_flags_does_not_matter(line: str) -> None:
     assert request.arguments() == words
 
 
+def test_strict_is_an_override_by_another_name() -> None:
+    request, _ = parse(["--strict", "c.yaml", "--set", "a.b=c"])
+    assert request.overrides == ("checkpoint.strict=true", "a.b=c")
+
+
 @pytest.mark.parametrize(
     ("line", "standalone"),
     [
