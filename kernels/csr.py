@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ class Csr:
     _transposed: tuple[Csr, Tensor] | None = field(default=None, repr=False)
     _with_self: Csr | None = field(default=None, repr=False)
     _head: Csr | None = field(default=None, repr=False)
+    _by_column: tuple[Any, int, Tensor] | None = field(default=None, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -49,6 +52,20 @@ class Csr:
             else:
                 self._transposed = self._transpose_by_sort()
         return self._transposed
+
+    def by_column(self, weight: Tensor) -> Tensor:
+        """``weight`` ([nnz], one for each entry) in the order of the transposed pattern's entries.
+
+        The answer for the weight asked about last is kept as long as that tensor lives unchanged:
+        constant edge weights are put in order once, not in every backward pass.
+        """
+        kept = self._by_column
+        if kept is not None and kept[0]() is weight and kept[1] == weight._version:
+            return kept[2]
+        ordered = weight.detach()[self.transpose()[1]]
+        if not weight.requires_grad:
+            self._by_column = (weakref.ref(weight), weight._version, ordered)
+        return ordered
 
     def _transpose_cpu(self) -> tuple[Csr, Tensor]:
         indptr, rows, perm, bad = csr_cpu.transpose(

@@ -10,7 +10,10 @@ from typing import Annotated
 
 import typer
 
+from dtrain.cli import bench_speed
+
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+app.command("kernels")(bench_speed.kernels)
 
 
 @app.command()

@@ -42,14 +42,22 @@ def spmm_max(csr: Csr, x: Tensor) -> tuple[Tensor, Tensor]:
     """Elementwise maximum of the source rows of every destination, and where it came from.
 
     ``x``: float [num_cols, F]; returns values [num_rows, F] (0 in rows without entries) and
-    int64 [num_rows, F], the entry of the pattern (the first of equals; -1 without entries).
+    [num_rows, F], the entry of the pattern (the first of equals; -1 without entries), int32 where
+    the pattern's entries can be numbered so and else int64.
     The gradient goes to that entry's source alone.
 
     Raises:
         ValueError: shapes that do not fit the pattern.
     """
     _check(csr, x)
-    values, argument = call(_SpmmMax, x, csr)
+    values, argument = call(_SpmmExtreme, x, csr, True)
+    return values, argument
+
+
+def spmm_min(csr: Csr, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Elementwise minimum; all else as :func:`spmm_max`."""
+    _check(csr, x)
+    values, argument = call(_SpmmExtreme, x, csr, False)
     return values, argument
 
 
@@ -84,8 +92,8 @@ class _WeightedSpmm(Function):
         x, weight = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
-            transposed, perm = ctx.csr.transpose()
-            grad_x = weighted_sum(transposed, grad, weight[perm])
+            transposed, _ = ctx.csr.transpose()
+            grad_x = weighted_sum(transposed, grad, ctx.csr.by_column(weight))
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = sddmm.dot(ctx.csr, grad, x).to(weight.dtype)
@@ -106,20 +114,20 @@ class _SpmmMean(Function):
         return weighted_sum(ctx.csr.transpose()[0], share, None), None
 
 
-class _SpmmMax(Function):
+class _SpmmExtreme(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, csr: Csr) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, csr: Csr, largest: bool) -> tuple[Tensor, Tensor]:
         ctx.csr = csr
-        values, argument = _backend(x).spmm_max(csr, x)
+        values, argument = _backend(x).spmm_extreme(csr, x, largest=largest)
         ctx.save_for_backward(argument)
         ctx.mark_non_differentiable(argument)
         return values, argument
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         (argument,) = ctx.saved_tensors
-        return _backend(grad).spmm_max_backward(ctx.csr, grad, argument), None
+        return _backend(grad).spmm_extreme_backward(ctx.csr, grad, argument), None, None
 
 
 def _backend(x: Tensor) -> Any:

@@ -1,8 +1,7 @@
-"""Sparse-dense products on the CPU.
+"""Sparse-dense products on the CPU, by loops compiled to vector code.
 
-Sums go through ``embedding_bag``, whose generated code (FBGEMM) was the fastest weighted product
-of those measured. Each row is summed by one thread in the order of its entries, so results do
-not depend on the number of threads.
+Each row is computed by one thread in the order of its entries, so results depend neither on the
+number of threads nor on the rows around it. bfloat16 is read as such and computed in float32.
 """
 
 from __future__ import annotations
@@ -12,86 +11,119 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dtrain.kernels.arrays import array, flat_bits, wide
 from dtrain.kernels.csr import Csr
+from dtrain.kernels.spmm.tiles import extreme_row, sum_row
+from dtrain.kernels.threads import empty, over_range, over_rows
+
+_LINE = 16  # elements in a cache line
 
 
 def spmm(csr: Csr, x: Tensor, weight: Tensor | None) -> Tensor:
     """As :func:`dtrain.kernels.spmm.reference.spmm`, for tensors on the CPU."""
-    return _bag(csr, x, weight, "sum")
+    return _sum(csr, x, weight, mean=False)
 
 
 def spmm_mean(csr: Csr, x: Tensor) -> Tensor:
     """As :func:`dtrain.kernels.spmm.reference.spmm_mean`, for tensors on the CPU."""
-    return _bag(csr, x, None, "mean")
+    return _sum(csr, x, None, mean=True)
 
 
-def _bag(csr: Csr, x: Tensor, weight: Tensor | None, mode: str) -> Tensor:
-    if csr.nnz == 0 or x.shape[1] == 0:
-        return x.new_zeros((csr.num_rows, x.shape[1]))
-    if weight is not None:
-        weight = weight.detach().to(x.dtype).contiguous()
-    return F.embedding_bag(
-        csr.indices,
-        x.detach().contiguous(),
-        csr.indptr,
-        mode=mode,
-        per_sample_weights=weight,
-        include_last_offset=True,
-    )
+def spmm_extreme(csr: Csr, x: Tensor, *, largest: bool) -> tuple[Tensor, Tensor]:
+    """As :func:`dtrain.kernels.spmm.reference.spmm_extreme`, for tensors on the CPU."""
+    source, width = flat_bits(x), x.shape[1]
+    out = empty((csr.num_rows, width), _result_type(x))
+    argument = empty(out.shape, np.int32 if csr.nnz < 2**31 else np.int64)
+    indptr, indices = csr.indptr.numpy(), csr.indices.numpy()
+    results = (out.reshape(-1), argument.reshape(-1))
+    rows = _max_rows if largest else _min_rows
 
+    def loop(first: int, end: int) -> None:
+        rows(first, end, indptr, indices, source, *results, width)
 
-@numba.njit(cache=True, nogil=True)
-def _max(indptr: Any, indices: Any, x: Any, out: Any, argument: Any) -> None:
-    width = x.shape[1]
-    for row in range(indptr.size - 1):
-        start, stop = indptr[row], indptr[row + 1]
-        if start == stop:
-            for f in range(width):
-                out[row, f] = 0
-                argument[row, f] = -1
-            continue
-        column = indices[start]
-        for f in range(width):
-            out[row, f] = x[column, f]
-            argument[row, f] = start
-        for k in range(start + 1, stop):
-            column = indices[k]
-            for f in range(width):
-                if x[column, f] > out[row, f]:
-                    out[row, f] = x[column, f]
-                    argument[row, f] = k
-
-
-@numba.njit(cache=True, nogil=True)
-def _max_backward(indices: Any, grad: Any, argument: Any, out: Any) -> None:
-    for row in range(grad.shape[0]):
-        for f in range(grad.shape[1]):
-            k = argument[row, f]
-            if k >= 0:
-                out[indices[k], f] += grad[row, f]
-
-
-def spmm_max(csr: Csr, x: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`dtrain.kernels.spmm.reference.spmm_max`, for tensors on the CPU."""
-    source = _wide(x).numpy()
-    out = np.empty((csr.num_rows, x.shape[1]), source.dtype)
-    argument = np.empty(out.shape, np.int64)
-    _max(csr.indptr.numpy(), csr.indices.numpy(), source, out, argument)
+    over_rows(indptr, width, loop)
     return torch.from_numpy(out).to(x.dtype), torch.from_numpy(argument)
 
 
-def spmm_max_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
-    """As :func:`dtrain.kernels.spmm.reference.spmm_max_backward`, for tensors on the CPU."""
-    source = _wide(grad).numpy()
-    out = np.zeros((csr.num_cols, grad.shape[1]), source.dtype)
-    _max_backward(csr.indices.numpy(), source, argument.numpy(), out)
+def spmm_extreme_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
+    """As :func:`dtrain.kernels.spmm.reference.spmm_extreme_backward`, for tensors on the CPU."""
+    source, width = wide(grad).numpy(), grad.shape[1]
+    out = np.zeros((csr.num_cols, width), source.dtype)
+    indices, chosen = csr.indices.numpy(), array(argument)
+
+    # Rows scatter to any source, so it is columns that are dealt to threads, by cache lines.
+    def loop(first: int, end: int) -> None:
+        _scatter(first * _LINE, min(end * _LINE, width), indices, source, chosen, out)
+
+    over_range(-(-width // _LINE), len(source) * _LINE, loop)
     return torch.from_numpy(out).to(grad.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """``x`` without autograd, contiguous, in a type that compiled loops know."""
-    wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-    return x.detach().to(wide).contiguous()
+def _sum(csr: Csr, x: Tensor, weight: Tensor | None, *, mean: bool) -> Tensor:
+    source, width = flat_bits(x), x.shape[1]
+    out = empty((csr.num_rows, width), _result_type(x))
+    indptr, indices = csr.indptr.numpy(), csr.indices.numpy()
+    numbers = None
+    if weight is not None:
+        numbers = array(weight.to(torch.float64 if out.dtype == np.float64 else torch.float32))
+
+    def loop(first: int, end: int) -> None:
+        _sum_rows(first, end, indptr, indices, numbers, source, out.reshape(-1), width, mean)
+
+    over_rows(indptr, width, loop)
+    return torch.from_numpy(out).to(x.dtype)
+
+
+def _result_type(x: Tensor) -> Any:
+    return np.float64 if x.dtype == torch.float64 else np.float32
+
+
+@numba.njit(cache=True, nogil=True)
+def _sum_rows(
+    first: Any,
+    end: Any,
+    indptr: Any,
+    indices: Any,
+    weight: Any,
+    x: Any,
+    out: Any,
+    width: Any,
+    mean: Any,
+) -> None:
+    for row in range(first, end):
+        sum_row(x, indices, weight, out, indptr[row], indptr[row + 1], width, row, mean)
+
+
+@numba.njit(cache=True, nogil=True)
+def _max_rows(
+    first: Any, end: Any, indptr: Any, indices: Any, x: Any, out: Any, argument: Any, width: Any
+) -> None:
+    for row in range(first, end):
+        if indptr[row] == indptr[row + 1]:
+            out[row * width : (row + 1) * width] = 0
+            argument[row * width : (row + 1) * width] = -1
+        else:
+            extreme_row(x, indices, out, argument, indptr[row], indptr[row + 1], width, row, ">")
+
+
+@numba.njit(cache=True, nogil=True)
+def _min_rows(
+    first: Any, end: Any, indptr: Any, indices: Any, x: Any, out: Any, argument: Any, width: Any
+) -> None:
+    for row in range(first, end):
+        if indptr[row] == indptr[row + 1]:
+            out[row * width : (row + 1) * width] = 0
+            argument[row * width : (row + 1) * width] = -1
+        else:
+            extreme_row(x, indices, out, argument, indptr[row], indptr[row + 1], width, row, "<")
+
+
+@numba.njit(cache=True, nogil=True)
+def _scatter(first: Any, end: Any, indices: Any, grad: Any, argument: Any, out: Any) -> None:
+    for row in range(grad.shape[0]):
+        for f in range(first, end):
+            k = argument[row, f]
+            if k >= 0:
+                out[indices[k], f] += grad[row, f]

@@ -46,12 +46,15 @@ def spmm_mean(csr: Csr, x: Tensor) -> Tensor:
     return (spmm(csr, x.to(wide), None) / counts[:, None]).to(x.dtype)
 
 
-def spmm_max(csr: Csr, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Elementwise maximum over the entries of every row, and the entry that it came from.
+def spmm_extreme(csr: Csr, x: Tensor, *, largest: bool) -> tuple[Tensor, Tensor]:
+    """Elementwise maximum (or minimum) over the entries of every row, and its entry.
 
     ``x``: float [num_cols, F]; returns values [num_rows, F] (0 in empty rows) and int64
     [num_rows, F] positions of entries, the first of equals, -1 in empty rows.
     """
+    if not largest:
+        values, argument = spmm_extreme(csr, -x, largest=True)
+        return -values, argument
     entries = x.detach().to(torch.promote_types(x.dtype, torch.float32))[csr.indices]
     best = segment_max(csr, entries)
     rows = csr.row_of_entry()
@@ -65,8 +68,8 @@ def spmm_max(csr: Csr, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(empty, 0.0, x.gather(0, csr.indices[argument.clamp(min=0)])), argument
 
 
-def spmm_max_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
-    """Gradient of :func:`spmm_max` to ``x``. ``grad``, ``argument``: [num_rows, F]."""
+def spmm_extreme_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
+    """Gradient of :func:`spmm_extreme` to ``x``. ``grad``, ``argument``: [num_rows, F]."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     rows = csr.row_of_entry()
     position = torch.arange(csr.nnz, device=grad.device)

@@ -18,7 +18,7 @@ from dtrain.kernels.sddmm import sddmm_dot
 from dtrain.kernels.sparse_linear import reference as linear_reference
 from dtrain.kernels.sparse_linear import sparse_linear
 from dtrain.kernels.spmm import reference as spmm_reference
-from dtrain.kernels.spmm import spmm, spmm_max, spmm_mean
+from dtrain.kernels.spmm import spmm, spmm_max, spmm_mean, spmm_min
 
 Operator = Callable[..., Tensor]
 
@@ -53,7 +53,12 @@ OPERATORS: dict[str, tuple[Operator, Operator, Callable[..., list[Tensor]]]] = {
     "mean": (spmm_mean, spmm_reference.spmm_mean, lambda *a: _spmm_arguments(*a)[:1]),
     "max": (
         lambda csr, x: spmm_max(csr, x)[0],
-        lambda csr, x: spmm_reference.spmm_max(csr, x)[0],
+        lambda csr, x: spmm_reference.spmm_extreme(csr, x, largest=True)[0],
+        lambda *a: _spmm_arguments(*a)[:1],
+    ),
+    "min": (
+        lambda csr, x: spmm_min(csr, x)[0],
+        lambda csr, x: spmm_reference.spmm_extreme(csr, x, largest=False)[0],
         lambda *a: _spmm_arguments(*a)[:1],
     ),
     "sddmm": (
@@ -151,8 +156,7 @@ def test_rows_do_not_depend_on_the_rows_around_them(large: Csr) -> None:
 def test_maximum_says_where_it_came_from_and_takes_the_first_of_equals() -> None:
     csr = Csr(torch.tensor([0, 3, 3]), torch.tensor([2, 0, 1]), 3)
     x = torch.tensor([[5.0, -1.0], [5.0, -3.0], [4.0, -2.0]])
-    for backend in (spmm_max, spmm_reference.spmm_max):
-        values, argument = backend(csr, x)
+    for values, argument in (spmm_max(csr, x), spmm_reference.spmm_extreme(csr, x, largest=True)):
         assert values.tolist() == [[5.0, -1.0], [0.0, 0.0]]
         assert argument.tolist() == [[1, 1], [-1, -1]]
 
@@ -162,7 +166,7 @@ def test_written_out_backward_passes_for_other_devices(graph: Csr) -> None:
     values, argument = spmm_max(graph, x)
     grad = torch.randn(values.shape, dtype=torch.float64)
     (expected,) = torch.autograd.grad(values, x, grad)
-    found = spmm_reference.spmm_max_backward(graph, grad, argument)
+    found = spmm_reference.spmm_extreme_backward(graph, grad, argument)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
     arguments, attention = _gat_arguments(graph, 5, torch.float64), Attention(**ATTENTION)

@@ -1,0 +1,53 @@
+"""``dtrain bench kernels|sample|train``: speed beside torch and PyTorch Geometric."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+typer.echo(f"peer-memory snapshots: {report.snapshot_reason}")
+
+
+def kernels(
+    against: Annotated[str, typer.Option(help="Peers, of torch and pyg.")] = "torch,pyg",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of every contender.")] = 2,
+    nodes: Annotated[int, typer.Option(min=1000, help="Nodes of the generated graph.")] = 200_000,
+    graphs: Annotated[
+        Path | None, typer.Option(help="Folder of real graphs (default: DTRAIN_TEST_DATA).")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Only operators whose name has this in it.")] = "",
+    budget_s: Annotated[float, typer.Option(help="Seconds for each comparison.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Measure the graph operators beside torch's and PyTorch Geometric's."""
+    from dtrain.bench.kernels import bench_kernels
+
+    report = bench_kernels(
+        against,
+        threads=threads,
+        nodes=nodes,
+        folder=graphs or _real_graphs(),
+        budget_s=budget_s,
+        only=only,
+        say=lambda text: typer.echo(text, err=True),
+    )
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+        return
+    for row in report.rows:
+        typer.echo(
+            f"{row.op:16} {row.graph:10} {row.shape:6} {row.ms:9.2f} ms, "
+            f"{row.peer:24} {row.peer_ms:9.2f} ms: {row.ratio:6.2f}"
+        )
+    for name, mean in report.geomean.items():
+        typer.echo(f"{name:26} {mean}")
+
+
+def _real_graphs() -> Path | None:
+    folder = os.environ.get("DTRAIN_TEST_DATA")
+    return Path(folder) if folder else None

@@ -1,0 +1,91 @@
+"""Compiled loops on as many threads as torch may use in this process.
+
+Rows are cut into ranges of about equal work and each row is computed by one thread alone, so the
+number of threads never changes a result. Loops release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+SERIAL_WORK = 1 << 16
+"""Elements below which handing work to another thread costs more than it saves."""
+
+
+def thread_count() -> int:
+    """Threads that kernels may use: torch's number, which follows the run's setting."""
+    return torch.get_num_threads()
+
+
+def over_rows(indptr: Any, work_per_entry: int, loop: Callable[[int, int], None]) -> None:
+    """Call ``loop(first, end)`` for row ranges that cover a pattern, in parallel.
+
+    ``indptr``: int64 [num_rows + 1], by which the ranges are balanced: a row counts as its entries
+    and one more. ``work_per_entry``: elements touched for each.
+    """
+    num_rows = len(indptr) - 1
+    total = int(indptr[-1]) + num_rows
+    parts = min(thread_count(), num_rows)
+    if parts <= 1 or total * work_per_entry < SERIAL_WORK:
+        loop(0, num_rows)
+        return
+    bounds = [0, *(_row_of(indptr, total * i // parts) for i in range(1, parts)), num_rows]
+    _run(bounds, loop)
+
+
+def over_range(size: int, work_per_item: int, loop: Callable[[int, int], None]) -> None:
+    """Call ``loop(first, end)`` for ranges that cover ``size`` items of equal work, in parallel."""
+    parts = min(thread_count(), size)
+    if parts <= 1 or size * work_per_item < SERIAL_WORK:
+        loop(0, size)
+        return
+    _run([size * i // parts for i in range(parts + 1)], loop)
+
+
+def _row_of(indptr: Any, work: int) -> int:
+    """The first row before which there is at least ``work``."""
+    low, high = 0, len(indptr) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if int(indptr[middle]) + middle < work:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _run(bounds: list[int], loop: Callable[[int, int], None]) -> None:
+    pool = _pool(thread_count() - 1, os.getpid())
+    ranges = list(itertools.pairwise(bounds))
+    futures = [pool.submit(loop, first, end) for first, end in ranges[1:]]
+    try:
+        loop(*ranges[0])
+    finally:
+        # Also when the own part failed: the others write into arrays that must stay alive.
+        for future in futures:
+            future.exception()
+    for future in futures:
+        future.result()
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(size: int, process: int) -> ThreadPoolExecutor:
+    """Threads made when first needed, anew in a forked ``process`` (threads do not survive it)."""
+    return ThreadPoolExecutor(size, thread_name_prefix="dtrain-kernel")
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An uninitialised numpy array for a result.
+
+    Numpy asks for huge pages where the array is large, which torch's allocator does not by default:
+    the first touch of a fresh 200 MB result then costs a few hundred page faults, not 50,000.
+    """
+    return np.empty(shape, dtype)
