@@ -10,9 +10,6 @@ from typing import Annotated
 import typer
 
 
-typer.echo(f"peer-memory snapshots: {report.snapshot_reason}")
-
-
 def kernels(
     against: Annotated[str, typer.Option(help="Peers, of torch and pyg.")] = "torch,pyg",
     threads: Annotated[int, typer.Option(min=1, help="Threads of every contender.")] = 2,
