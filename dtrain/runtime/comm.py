@@ -1,28 +1,33 @@
 """The only module that talks to ``torch.distributed``'s collectives: the groups of a generation.
 
-Groups are built for a generation and never repaired. No wait is bare: a collective is issued
-asynchronously, its completion wakes the waiter through the fault flag, and so does a fault. After a
-fault the groups are set aside, not destroyed: destroying one blocks for as long as a member is
-stopped.
+Groups are built for a generation and never repaired. They are plain objects: nothing is registered
+with ``torch.distributed``, so that a generation that breaks while its groups are being built leaves
+nothing behind that the next one could meet. No wait is bare: a collective is issued asynchronously,
+its completion wakes the waiter through the fault flag, and so does a fault. After a fault the
+groups' connections are shut down, which ends at once whatever waits on them, here and at the other
+members, and the groups are let go in a thread of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from dtrain.environment import default_variable
 from dtrain.errors import PeerLostError
 from dtrain.runtime.fault import FaultFlag
 
+Group = dist.ProcessGroup
 MAX = dist.ReduceOp.MAX
 SUM = dist.ReduceOp.SUM
 _FORM_S = 10.0
@@ -30,15 +35,11 @@ _FORM_S = 10.0
 
 T = TypeVar("T")
 
-# Works and groups of broken generations, for which somebody may still wait in native code.
-_parked: list[object] = []
-
 
 class Communicator:
     """The groups of one generation, as one worker sees them.
 
-    Ranks in torch's groups are positions among the generation's sorted workers; callers speak of
-    workers only.
+    Ranks in groups are positions among the group's sorted workers; callers speak of workers only.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class Communicator:
         timeout_s: float,
         *,
         loopback: bool,
+        foreign: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Build the groups; every member does so at the same time.
 
-        ``loopback``: all members are on this host.
+        ``loopback``: all members are on this host. ``foreign``: descriptors of sockets that are not
+        the groups', whenever they were opened.
 
         Raises:
             PeerLostError: a member did not come, or a fault was noticed.
@@ -65,6 +68,13 @@ class Communicator:
         self.fault = fault
         self.timeout_s = timeout_s
         self._workers = sorted(workers)
+        self._foreign = foreign
+        self._before = _open_sockets()
+        self._sockets: dict[int, int] | None = None
+        self._groups: dict[str, Group] = {}
+        self._members: dict[int, list[int]] = {}
+        self._parked: list[object] = []
+        self._released = False
         if loopback:
             default_variable("GLOO_SOCKET_IFNAME", "lo")
         try:
@@ -73,27 +83,76 @@ class Communicator:
         except (RuntimeError, ValueError) as error:
             self.abandon()
             raise PeerLostError(f"groups could not be built: {first_line(error)}") from error
-        longest = datetime.timedelta(seconds=timeout_s)
-        for group in (None, *self.stage_groups, self.checkpoint_group):
-            if group is None or isinstance(group, dist.ProcessGroup):
-                c10d._set_pg_timeout(longest, group)
+        except PeerLostError:
+            self.abandon()
+            raise
 
     def _build(self, store: Store, stage_holders: Sequence[Sequence[int]]) -> None:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=store,
-            rank=self.rank_of(self.worker),
-            world_size=len(self._workers),
-            timeout=datetime.timedelta(seconds=_FORM_S),
-        )
-        self.stage_groups = [self._new_group(holders) for holders in stage_holders]
-        self.checkpoint_group = self._new_group(self._workers)
-        self.own_group = dist.new_group([self.rank_of(self.worker)], use_local_synchronization=True)
+        wanted: list[tuple[str, Sequence[int], Store]] = [
+            ("own", [self.worker], HashStore()),
+            ("all", self._workers, store),
+            ("checkpoint", self._workers, store),
+        ]
+        wanted += [
+            (f"stage{stage}", holders, store)
+            for stage, holders in enumerate(stage_holders)
+            if self.worker in holders
+        ]
+        for name, workers, where in wanted:
+            self.fault.check()
+            group = self._new_group(name, sorted(workers), where)
+            self._groups[name] = group
+            self._members[id(group)] = sorted(workers)
+        self._sockets = _since(self._before)
 
-    def _new_group(self, workers: Sequence[int]) -> dist.ProcessGroup:
-        self.fault.check()
-        group: dist.ProcessGroup = dist.new_group([self.rank_of(w) for w in workers])
+    def _new_group(self, name: str, workers: list[int], store: Store) -> Group:
+        rank, size = workers.index(self.worker), len(workers)
+        form = datetime.timedelta(seconds=_FORM_S)
+        longest = datetime.timedelta(seconds=self.timeout_s)
+        prefixed = PrefixStore(name, store)
+        group = dist.ProcessGroup(prefixed, rank, size)
+        gloo = dist.ProcessGroupGloo(PrefixStore("cpu", prefixed), rank, size, timeout=form)
+        gloo._set_sequence_number_for_group()
+        gloo._set_default_timeout(longest)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        if torch.cuda.is_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = longest
+            nccl = dist.ProcessGroupNCCL(PrefixStore("cuda", prefixed), rank, size, options)
+            nccl._set_sequence_number_for_group()
+            kind = dist.ProcessGroup.BackendType.NCCL
+            group._register_backend(torch.device("cuda"), kind, nccl)
+        group._set_default_backend(kind)
         return group
+
+    def _group(self, name: str) -> Group:
+        if self._released:
+            raise PeerLostError(f"generation {self.generation} has ended")
+        return self._groups[name]
+
+    def stage_group(self, stage: int) -> Group:
+        """The holders of ``stage``, of which this worker is one.
+
+        Raises:
+            PeerLostError: the generation has ended. So do the other groups.
+        """
+        return self._group(f"stage{stage}")
+
+    @property
+    def all_group(self) -> Group:
+        """All workers."""
+        return self._group("all")
+
+    @property
+    def own_group(self) -> Group:
+        """This worker alone."""
+        return self._group("own")
+
+    @property
+    def checkpoint_group(self) -> Group:
+        """All workers, for saves alone."""
+        return self._group("checkpoint")
 
     @property
     def workers(self) -> list[int]:
@@ -104,19 +163,24 @@ class Communicator:
         """The position of ``worker`` among the generation's workers."""
         return self._workers.index(worker)
 
-    def all_reduce(
-        self, tensor: Tensor, op: Any = SUM, group: dist.ProcessGroup | None = None
-    ) -> Tensor:
+    def members_of(self, group: Group) -> list[int]:
+        """The workers of a group, in the order of their ranks in it."""
+        return self._members[id(group)]
+
+    def all_reduce(self, tensor: Tensor, op: Any = SUM, group: Group | None = None) -> Tensor:
         """All-reduce in place over ``group`` (all workers when None); returns ``tensor``.
 
         Raises:
             PeerLostError: a member is gone, or a fault was noticed.
         """
-        if (dist.get_world_size(group) if group is not None else len(self._workers)) == 1:
+        group = self.all_group if group is None else group
+        if group.size() == 1:
             return tensor
         self.fault.check()
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
         try:
-            work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+            work = group.allreduce([tensor], options)
         except RuntimeError as error:
             raise PeerLostError(f"all-reduce could not start: {first_line(error)}") from error
         self.wait(work, "all-reduce", tensor)
@@ -136,7 +200,8 @@ class Communicator:
         try:
             self.fault.wait_for(future.done, self.timeout_s, what)
         except PeerLostError:
-            _parked.append((work, future, tensors))
+            # The group's thread may still write to the tensors.
+            self._parked.append((work, future, tensors))
             raise
         try:
             future.wait()
@@ -169,41 +234,57 @@ class Communicator:
         return answer[0]
 
     def abandon(self) -> None:
-        """Set the groups of a broken generation aside; torch.distributed is as new afterwards."""
-        world = c10d._world
-        _parked.append((list(world.pg_map), dict(world.pg_names), self))
-        if dist.is_initialized():
-            c10d._update_default_pg(None)
-        for table in (
-            world.pg_map,
-            world.pg_names,
-            world.pg_group_ranks,
-            world.pg_backend_config,
-            world.pg_to_tag,
-            world.tags_to_pg,
-            world.pg_coalesce_state,
-        ):
-            table.clear()
-        c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
-        world.group_count = 0
+        """End a broken generation's groups without waiting for anybody; idempotent."""
+        sockets = self._sockets if self._sockets is not None else _since(self._before)
+        self._sockets = {}
+        foreign = set(self._foreign())
+        for fd, inode in sockets.items():
+            if fd not in foreign:
+                _shut_down(fd, inode)
+        self._let_go()
 
     def close(self) -> None:
         """Leave the generation in good order, when every worker has finished its part of it."""
-        dist.destroy_process_group()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._released = True
+        doomed: list[object] = [self._parked, self._groups]
+        self._parked, self._groups = [], {}
+
+        def let_go() -> None:
+            # Native destructors may wait for members; they do so without the interpreter's lock.
+            doomed.clear()
+
+        threading.Thread(target=let_go, name="dtrain-reaper", daemon=True).start()
 
 
-def reap_parked() -> None:
-    """Let go of the groups of broken generations, in a thread that may block for long."""
-    if not _parked:
-        return
-    doomed = _parked[:]
-    del _parked[: len(doomed)]
+def _open_sockets() -> dict[int, int]:
+    """This process's open sockets: descriptor -> inode."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:["):
+                found[int(name)] = int(target[8:-1])
+    return found
 
-    def let_go() -> None:
-        # Native destructors wait for members; they do so without the interpreter's lock.
-        doomed.clear()
 
-    threading.Thread(target=let_go, name="dtrain-reaper", daemon=True).start()
+def _since(before: dict[int, int]) -> dict[int, int]:
+    known = set(before.values())
+    return {fd: inode for fd, inode in _open_sockets().items() if inode not in known}
+
+
+def _shut_down(fd: int, inode: int) -> None:
+    """Shut a connection down if ``fd`` is still that socket."""
+    with contextlib.suppress(OSError):
+        copy = os.dup(fd)
+        with socket.socket(fileno=copy) as ours:
+            listens = ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if os.fstat(copy).st_ino == inode and not listens:
+                # Gloo takes the end of a listener for a bug of its own, that of a connection for
+                # the other side's end.
+                ours.shutdown(socket.SHUT_RDWR)
 
 
 def first_line(error: BaseException) -> str:

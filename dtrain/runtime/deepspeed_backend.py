@@ -15,13 +15,15 @@ from typing import Any
 
 import deepspeed
 import deepspeed.comm.comm as deepspeed_comm
+import torch
 import torch.distributed as dist
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.utils import groups
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from dtrain.environment import default_variable
-from dtrain.runtime.comm import Communicator
+from dtrain.runtime.comm import Communicator, Group
 
 
 class PolledWork:
@@ -39,9 +41,16 @@ class GenerationBackend(TorchBackend):  # type: ignore[misc]
 
     def __init__(self, comm: Communicator) -> None:
         timeout = datetime.timedelta(seconds=comm.timeout_s)
-        super().__init__(dist.get_backend(), timeout, None)
+        super().__init__("nccl" if torch.cuda.is_available() else "gloo", timeout, None)
         self._comm = comm
         self.building = False
+        self.initialized = True
+
+    def init_process_group(self, *_: Any) -> None:
+        """The generation's groups are there already."""
+
+    def is_initialized(self) -> bool:
+        return True
 
     def get_rank(self, group: Any = None) -> int:
         return self._comm.rank_of(self._comm.worker) if group is None else group.rank()
@@ -52,10 +61,13 @@ class GenerationBackend(TorchBackend):  # type: ignore[misc]
     def get_global_rank(self, group: Any, group_rank: int) -> int:
         if group.size() == 1:
             return self.get_rank()
-        return dist.get_global_rank(group, group_rank)
+        return self._comm.rank_of(self._comm.members_of(group)[group_rank])
+
+    def _group_rank(self, group: Any, global_rank: int) -> int:
+        return self._comm.members_of(group).index(self._comm.workers[global_rank])
 
     def _run(self, work: Any, what: str, async_op: bool) -> PolledWork | None:
-        polled = PolledWork(work, self._comm, what)
+        polled = PolledWork(work, self._comm, f"DeepSpeed {what}")
         if async_op:
             return polled
         polled.wait()
@@ -64,11 +76,13 @@ class GenerationBackend(TorchBackend):  # type: ignore[misc]
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> PolledWork | None:
-        if group is not None and group.size() == 1:
+        group = self._comm.all_group if group is None else group
+        if group.size() == 1:
             # Also after a fault, when the groups are gone and a voted step is still to be applied.
             return None
-        work = dist.all_reduce(tensor, self._reduce_op(op), group=group, async_op=True)
-        return self._run(work, "DeepSpeed all-reduce", async_op)
+        options = dist.AllreduceOptions()
+        options.reduceOp = self._reduce_op(op)
+        return self._run(group.allreduce([tensor], options), "all-reduce", async_op)
 
     def reduce(
         self,
@@ -78,21 +92,25 @@ class GenerationBackend(TorchBackend):  # type: ignore[misc]
         group: Any = None,
         async_op: bool = False,
     ) -> PolledWork | None:
-        work = dist.reduce(tensor, dst, self._reduce_op(op), group=group, async_op=True)
-        return self._run(work, "DeepSpeed reduce", async_op)
+        group = self._comm.all_group if group is None else group
+        options = dist.ReduceOptions()
+        options.reduceOp = self._reduce_op(op)
+        options.rootRank = self._group_rank(group, dst)
+        return self._run(group.reduce([tensor], options), "reduce", async_op)
 
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> PolledWork | None:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(output_tensor, input_tensor, group=group, async_op=True)
-        return self._run(work, "DeepSpeed all-gather", async_op)
+        group = self._comm.all_group if group is None else group
+        work = group._allgather_base(output_tensor, input_tensor, AllgatherOptions())
+        return self._run(work, "all-gather", async_op)
 
     def all_gather(
         self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> PolledWork | None:
-        work = dist.all_gather(tensor_list, tensor, group=group, async_op=True)
-        return self._run(work, "DeepSpeed all-gather", async_op)
+        group = self._comm.all_group if group is None else group
+        work = group.allgather([tensor_list], [tensor], AllgatherOptions())
+        return self._run(work, "all-gather", async_op)
 
     def broadcast(
         self, tensor: Tensor, src: int, group: Any = None, async_op: bool = False
@@ -100,8 +118,10 @@ class GenerationBackend(TorchBackend):  # type: ignore[misc]
         if self.building:
             # Holders have the same weights by construction (same seed, or state from a holder).
             return None
-        work = dist.broadcast(tensor, src, group=group, async_op=True)
-        return self._run(work, "DeepSpeed broadcast", async_op)
+        group = self._comm.all_group if group is None else group
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self._group_rank(group, src), 0
+        return self._run(group.broadcast([tensor], options), "broadcast", async_op)
 
     def barrier(
         self, group: Any = None, async_op: bool = False, device_ids: Any = None
@@ -109,26 +129,28 @@ class GenerationBackend(TorchBackend):  # type: ignore[misc]
         if self.building:
             # Workers build different numbers of engines; a barrier of all would never meet.
             return None
-        return self._run(dist.barrier(group=group, async_op=True), "DeepSpeed barrier", async_op)
+        group = self._comm.all_group if group is None else group
+        return self._run(group.barrier(dist.BarrierOptions()), "barrier", async_op)
 
 
 class StageTopology:
     """DeepSpeed's ``mpu`` protocol for one stage: its holders are the data-parallel group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, comm: Communicator, group: Group) -> None:
         self._group = group
+        self._ranks = [comm.rank_of(w) for w in comm.members_of(group)]
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
+    def get_data_parallel_group(self) -> Group:
         return self._group
 
     def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._group)
+        return self._group.size()
 
     def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self._group)
+        return self._group.rank()
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self._group)
+        return self._ranks
 
     def get_model_parallel_group(self) -> None:
         return None

@@ -80,16 +80,17 @@ class StageEngine:
         self.names = [n for n, p in self.module.named_parameters() if p.requires_grad]
         sharded = zero_stage(config) > 0
         # Without sharding nothing is left for DeepSpeed to exchange: each holder is its own group.
-        group = comm.stage_groups[stage] if sharded else comm.own_group
+        group = comm.stage_group(stage) if sharded else comm.own_group
         self._contributes = contributes or not sharded
         self._clip = float(config.get("gradient_clipping") or 0.0)
         if self.names:
-            with building_engine(backend, StageTopology(group)):
+            topology = StageTopology(comm, group)
+            with building_engine(backend, topology):
                 self._engine, self._optimizer, _, self._scheduler = deepspeed.initialize(
                     model=self.module,
                     model_parameters=self._parameter_groups(decay_layers),
                     config=engine_config(config),
-                    mpu=StageTopology(group),
+                    mpu=topology,
                     dist_init_required=False,
                 )
 

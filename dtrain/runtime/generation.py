@@ -11,7 +11,7 @@ from dtrain.checkpoint import CheckpointInfo
 from dtrain.deepspeed_options import zero_stage
 from dtrain.errors import DtrainError
 from dtrain.faults.injector import Injector
-from dtrain.runtime.comm import Communicator, reap_parked
+from dtrain.runtime.comm import Communicator
 from dtrain.runtime.compute import StageCompute
 from dtrain.runtime.deepspeed_backend import install_backend
 from dtrain.runtime.engine import StageEngine
@@ -149,6 +149,7 @@ class Generation:
             self.fault,
             job.config.parallel.timeout_s,
             loopback=all(host.startswith("127.") for host in hosts),
+            foreign=self.around.transport.descriptors,
         )
         self._lap("groups")
         sharded = zero_stage(job.config.deepspeed) > 0
@@ -167,7 +168,6 @@ class Generation:
             progress.steps_replayed += max(0, before - progress.step) + settlement.replayed
         self._build(states, progress)
         self._lap("engines")
-        reap_parked()
         self.settlement = settlement
 
     def _lap(self, what: str) -> None:

@@ -363,7 +363,7 @@ class Training:
         for stage, engine in sorted(self._holdings.engines.items()):
             digest = int(weights_sha256(engine.weights())[:12], 16)
             both = torch.tensor([digest, -digest], dtype=torch.float64)
-            largest = comm.all_reduce(both, MAX, comm.stage_groups[stage]).tolist()
+            largest = comm.all_reduce(both, MAX, comm.stage_group(stage)).tolist()
             if largest[0] != -largest[1]:
                 raise AssertionError(f"holders of stage {stage} differ after the last step")
 

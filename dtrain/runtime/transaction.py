@@ -224,7 +224,7 @@ class StepTransaction:
         return tuple(t.to(device) for t in rows)
 
     def _reduce(self, step: int, stage: int) -> list[Tensor]:
-        engine, group = self._engines[stage], self._comm.stage_groups[stage]
+        engine, group = self._engines[stage], self._comm.stage_group(stage)
         grads = self._computes[stage].grads
         for microbatch in sorted(grads):
             tensors = [g for g in grads[microbatch] if g is not None]

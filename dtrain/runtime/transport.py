@@ -143,10 +143,9 @@ class Transport:
         self._closing = False
         self._turn_s = time.monotonic()
         self._token = secrets.token_hex(32)
-        self._listener = socket.create_server((host, 0), backlog=256)
-        self._listener.setblocking(False)
-        self._wake_r, self._wake_w = socket.socketpair()
-        self._wake_r.setblocking(False)
+        self._descriptors: set[int] = set()
+        self._listener = self._adopt(socket.create_server((host, 0), backlog=256))
+        self._wake_r, self._wake_w = (self._adopt(s) for s in socket.socketpair())
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
@@ -158,6 +157,19 @@ class Transport:
         """Where this worker receives."""
         host, port = self._listener.getsockname()[:2]
         return Address(host, port, self._token)
+
+    def descriptors(self) -> list[int]:
+        """Descriptors of this transport's sockets."""
+        return list(self._descriptors)
+
+    def _adopt(self, sock: socket.socket) -> socket.socket:
+        sock.setblocking(False)
+        self._descriptors.add(sock.fileno())
+        return sock
+
+    def _close(self, sock: socket.socket) -> None:
+        self._descriptors.discard(sock.fileno())
+        sock.close()
 
     def connect(self, peer: Peer, address: Address) -> None:
         """Open the connection to ``peer`` unless there is one; returns at once."""
@@ -275,8 +287,8 @@ class Transport:
                 if not self._wanted:
                     return
                 peer, address = self._wanted.popleft()
-            sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
-            sock.setblocking(False)
+            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+            sock = self._adopt(socket.socket(family))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             outgoing = _Outgoing(peer, sock)
             hello = _HELLO.pack(
@@ -358,7 +370,7 @@ class Transport:
             self._selector.unregister(outgoing.sock)
             outgoing.events = 0
         outgoing.queue.clear()
-        outgoing.sock.close()
+        self._close(outgoing.sock)
 
     def _keep_alive(self) -> None:
         """Beat on idle connections; report peers that have been silent for the lease."""
@@ -389,10 +401,9 @@ class Transport:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock = self._adopt(self._listener.accept()[0])
         except (BlockingIOError, ConnectionAbortedError):
             return
-        sock.setblocking(False)
         incoming = _Incoming(sock)
         incoming.view = memoryview(incoming.buffer)
         self._selector.register(sock, selectors.EVENT_READ, incoming)
@@ -416,7 +427,7 @@ class Transport:
 
     def _incoming_ended(self, incoming: _Incoming, how: str) -> None:
         self._selector.unregister(incoming.sock)
-        incoming.sock.close()
+        self._close(incoming.sock)
         peer = incoming.peer
         if peer is not None and self._incoming.get(peer) is incoming:
             del self._incoming[peer]
@@ -526,18 +537,18 @@ class Transport:
         incoming = self._incoming.pop(peer, None)
         if incoming is not None:
             self._selector.unregister(incoming.sock)
-            incoming.sock.close()
+            self._close(incoming.sock)
         self._on_loss(Loss(peer, reason, certain))
 
     def _release(self) -> None:
         for registered in list(self._selector.get_map().values()):
             fileobj = registered.fileobj
             if isinstance(fileobj, socket.socket):
-                fileobj.close()
+                self._close(fileobj)
         self._selector.close()
         for outgoing in self._outgoing.values():
-            outgoing.sock.close()
-        self._wake_w.close()
+            self._close(outgoing.sock)
+        self._close(self._wake_w)
 
 
 def _header(generation: int, key: Key, tensors: Sequence[Tensor]) -> bytes:
