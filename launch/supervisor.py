@@ -54,7 +54,7 @@ PRELOAD = (
     "deepspeed",
     # Imported by the first engine that is built.
     "deepspeed.module_inject.auto_ep_layer",
-    "dtrain.runtime.worker",
+    "dtrain.runtime.preload",
 )
 PRELOAD_ZERO = (
     # Imported by the first engine with ZeRO, in 2 s.

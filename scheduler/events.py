@@ -174,9 +174,10 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class Interrupt:
-    """The generation that this worker is in is broken: leave it and send ``Regroup``."""
+    """Generation ``number``, that this worker is in, is broken: leave it and send ``Regroup``."""
 
     reason: str
+    number: int
 
 
 Instruction = Announce | Propose | Answer | Enter | Withdraw | Interrupt

@@ -241,7 +241,7 @@ class Membership:
             self._gather(reason)
         elif self.state == "member" and self.interrupted < self.number:
             self.interrupted = self.number
-            return [Interrupt(reason)]
+            return [Interrupt(reason, self.number)]
         return []
 
     def _regroup(self, announcement: Announcement, reason: str) -> list[Instruction]:

@@ -52,13 +52,15 @@ class Communicator:
         fault: FaultFlag,
         timeout_s: float,
         *,
+        own_group: Group,
         loopback: bool,
         foreign: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Build the groups; every member does so at the same time.
 
-        ``loopback``: all members are on this host. ``foreign``: descriptors of sockets that are not
-        the groups', whenever they were opened.
+        ``own_group``: what :func:`lone_group` made, for all generations of this worker, since
+        engines of old ones may hold on to it. ``loopback``: all members are on this host.
+        ``foreign``: descriptors of sockets that are not the groups', whenever they were opened.
 
         Raises:
             PeerLostError: a member did not come, or a fault was noticed.
@@ -67,12 +69,13 @@ class Communicator:
         self.worker = worker
         self.fault = fault
         self.timeout_s = timeout_s
+        self.own_group = own_group
         self._workers = sorted(workers)
         self._foreign = foreign
         self._before = _open_sockets()
         self._sockets: dict[int, int] | None = None
         self._groups: dict[str, Group] = {}
-        self._members: dict[int, list[int]] = {}
+        self._members = {id(own_group): [worker]}
         self._parked: list[object] = []
         self._released = False
         if loopback:
@@ -89,7 +92,6 @@ class Communicator:
 
     def _build(self, store: Store, stage_holders: Sequence[Sequence[int]]) -> None:
         wanted: list[tuple[str, Sequence[int], Store]] = [
-            ("own", [self.worker], HashStore()),
             ("all", self._workers, store),
             ("checkpoint", self._workers, store),
         ]
@@ -100,31 +102,13 @@ class Communicator:
         ]
         for name, workers, where in wanted:
             self.fault.check()
-            group = self._new_group(name, sorted(workers), where)
+            members = sorted(workers)
+            prefixed = PrefixStore(name, where)
+            rank = members.index(self.worker)
+            group = _new_group(rank, len(members), prefixed, self.timeout_s)
             self._groups[name] = group
-            self._members[id(group)] = sorted(workers)
+            self._members[id(group)] = members
         self._sockets = _since(self._before)
-
-    def _new_group(self, name: str, workers: list[int], store: Store) -> Group:
-        rank, size = workers.index(self.worker), len(workers)
-        form = datetime.timedelta(seconds=_FORM_S)
-        longest = datetime.timedelta(seconds=self.timeout_s)
-        prefixed = PrefixStore(name, store)
-        group = dist.ProcessGroup(prefixed, rank, size)
-        gloo = dist.ProcessGroupGloo(PrefixStore("cpu", prefixed), rank, size, timeout=form)
-        gloo._set_sequence_number_for_group()
-        gloo._set_default_timeout(longest)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        kind = dist.ProcessGroup.BackendType.GLOO
-        if torch.cuda.is_available():
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = longest
-            nccl = dist.ProcessGroupNCCL(PrefixStore("cuda", prefixed), rank, size, options)
-            nccl._set_sequence_number_for_group()
-            kind = dist.ProcessGroup.BackendType.NCCL
-            group._register_backend(torch.device("cuda"), kind, nccl)
-        group._set_default_backend(kind)
-        return group
 
     def _group(self, name: str) -> Group:
         if self._released:
@@ -143,11 +127,6 @@ class Communicator:
     def all_group(self) -> Group:
         """All workers."""
         return self._group("all")
-
-    @property
-    def own_group(self) -> Group:
-        """This worker alone."""
-        return self._group("own")
 
     @property
     def checkpoint_group(self) -> Group:
@@ -257,6 +236,31 @@ class Communicator:
             doomed.clear()
 
         threading.Thread(target=let_go, name="dtrain-reaper", daemon=True).start()
+
+
+def lone_group(timeout_s: float) -> Group:
+    """A group of this worker alone."""
+    return _new_group(0, 1, HashStore(), timeout_s)
+
+
+def _new_group(rank: int, size: int, store: Store, timeout_s: float) -> Group:
+    form = datetime.timedelta(seconds=_FORM_S)
+    longest = datetime.timedelta(seconds=timeout_s)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=form)
+    gloo._set_sequence_number_for_group()
+    gloo._set_default_timeout(longest)
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    if torch.cuda.is_available():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = longest
+        nccl = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
+        nccl._set_sequence_number_for_group()
+        kind = dist.ProcessGroup.BackendType.NCCL
+        group._register_backend(torch.device("cuda"), kind, nccl)
+    group._set_default_backend(kind)
+    return group
 
 
 def _open_sockets() -> dict[int, int]:

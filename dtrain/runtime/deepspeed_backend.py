@@ -171,8 +171,9 @@ def quiet_deepspeed() -> None:
 def install_backend(comm: Communicator) -> GenerationBackend:
     """Make ``comm`` DeepSpeed's backend, forgetting the groups of any earlier generation."""
     quiet_deepspeed()
-    # On CPUs DeepSpeed would compile a shared-memory operator at first use (a compiler, 50 s).
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # On CPUs DeepSpeed would compile a shared-memory operator at first use (a compiler, 50 s), and
+    # already to ask which operators could be compiled takes most of a second.
+    deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     # DeepSpeed insists on the variable, which its own use of devices does not read on CPUs.
     default_variable("LOCAL_RANK", "0")
     groups._release_process_group_references()

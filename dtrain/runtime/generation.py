@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from dtrain.checkpoint import CheckpointInfo
 from dtrain.deepspeed_options import zero_stage
 from dtrain.errors import DtrainError
 from dtrain.faults.injector import Injector
-from dtrain.runtime.comm import Communicator
+from dtrain.runtime.comm import Communicator, Group
 from dtrain.runtime.compute import StageCompute
 from dtrain.runtime.deepspeed_backend import install_backend
 from dtrain.runtime.engine import StageEngine
@@ -98,6 +99,7 @@ class Surroundings:
     checkpoints: Checkpoints
     heartbeat: Heartbeat
     injector: Injector
+    own_group: Group
 
 
 class Generation:
@@ -148,6 +150,7 @@ class Generation:
             self.around.log.group_store(self.number),
             self.fault,
             job.config.parallel.timeout_s,
+            own_group=self.around.own_group,
             loopback=all(host.startswith("127.") for host in hosts),
             foreign=self.around.transport.descriptors,
         )
@@ -168,6 +171,9 @@ class Generation:
             progress.steps_replayed += max(0, before - progress.step) + settlement.replayed
         self._build(states, progress)
         self._lap("engines")
+        if any(a.since > 0 for a in self.members):
+            # The former engines are full of cycles, and hold their generation's groups.
+            gc.collect()
         self.settlement = settlement
 
     def _lap(self, what: str) -> None:

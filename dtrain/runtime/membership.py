@@ -80,7 +80,7 @@ class Roster:
         self._entered: Proposal | None = None
         self._error: Exception | None = None
         self._broken: dict[int, str] = {}
-        self._interrupted: str | None = None
+        self._interrupted: core.Interrupt | None = None
         self._newcomers = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="dtrain-roster", daemon=True)
@@ -122,7 +122,6 @@ class Roster:
             self._check()
             self._entered = None
             self._fault = None
-            self._interrupted = None
             self._vote = vote
             self._plan = None
             if plan is not None:
@@ -155,8 +154,10 @@ class Roster:
                 fault.set(f"worker {peer.worker} {lost.reason}")
         if machine.current.number in self._broken:
             fault.set(self._broken[machine.current.number])
-        if self._interrupted is not None:
-            fault.set(self._interrupted)
+        interrupted = self._interrupted
+        if interrupted is not None and interrupted.number == machine.current.number:
+            # One that came while this worker had left already is of an older generation.
+            fault.set(interrupted.reason)
         if machine.state == "evicted":
             fault.set("evicted")
 
@@ -274,8 +275,8 @@ class Roster:
                 with self._condition:
                     self._entered = proposal
                     self._condition.notify_all()
-            case core.Interrupt(reason):
-                self._interrupted = reason
+            case core.Interrupt():
+                self._interrupted = instruction
                 self._look_for_faults()
             case core.Withdraw(reason):
                 with self._condition:

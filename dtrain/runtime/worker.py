@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from dtrain.deepspeed_options import zero_stage
 from dtrain.errors import EvictedError, LeftError, PeerLostError, ShutdownError, StoreLostError
 from dtrain.faults.injector import Injector
 from dtrain.runfolder import RunFolder
-from dtrain.runtime.comm import first_line
+from dtrain.runtime.comm import first_line, lone_group
 from dtrain.runtime.generation import Generation, Holdings, Surroundings
 from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.membership import Roster
@@ -101,6 +102,7 @@ class _Life:
             Checkpoints(url, job, injector.checkpoint_point),
             heartbeat,
             injector,
+            lone_group(config.parallel.timeout_s),
         )
         self._holdings = Holdings()
         self._sharded = zero_stage(config.deepspeed) > 0
@@ -125,6 +127,8 @@ class _Life:
             incarnation=self._spec.incarnation,
         )
         warm_up(around.job)
+        # What is there now stays: later collections need not look at it.
+        gc.freeze()
         around.injector.reach("join", 0)
         try:
             with self._report:

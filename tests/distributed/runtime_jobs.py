@@ -127,6 +127,25 @@ class Job:
             assert any(p.is_alive() for p in self.processes), "all trainers ended early"
             time.sleep(0.002)
 
+    def wait_for_workers(self, count: int, *, generations: int) -> None:
+        """Wait until generations of ``count`` workers were formed ``generations`` times more."""
+        end = time.monotonic() + JOIN_S
+        while (
+            sum(len(e["workers"]) == count for e in self.events("generation_started"))
+            <= generations
+        ):
+            assert time.monotonic() < end, f"{count} workers were not together again"
+            assert any(p.is_alive() for p in self.processes), "all trainers ended early"
+            time.sleep(0.002)
+
+    def resources(self, worker: int) -> dict[str, int]:
+        """What a trainer's process uses: its ``threads`` and open ``descriptors``."""
+        folder = Path(f"/proc/{self.processes[worker].pid}")
+        return {
+            "threads": len(list((folder / "task").iterdir())),
+            "descriptors": len(list((folder / "fd").iterdir())),
+        }
+
     def record(self) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.run_dir / "run.json").read_text())
         return loaded

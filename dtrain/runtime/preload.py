@@ -1,0 +1,13 @@
+"""What the process that trainers are forked from does once, so that no trainer does it again.
+
+Multiprocessing's fork server can only import modules, so importing this one does the work: it loads
+numba's registries, which pull in scipy and take more time than a trainer needs for all else.
+Nothing is executed that would start threads or touch a device, neither of which survives a fork.
+"""
+
+from numba.core.registry import cpu_target
+
+import dtrain.runtime.worker  # noqa: F401
+
+cpu_target.typing_context.refresh()
+cpu_target.target_context.refresh()
