@@ -22,11 +22,13 @@ class Policy:
     NeurIPS 2019), where a worker runs all its forwards before its first backward. ``ahead``: with
     1F1B a worker has at most ``num_stages - stage + ahead`` microbatches of a stage in flight.
     ``rank[m]``: precedence among the microbatches that are ready, lowest first; empty: arrival.
+    ``rank_first``: precedence counts before everything else, else among the actions of a stage.
     """
 
     backwards_first: bool = True
     ahead: int = 0
     rank: tuple[int, ...] = ()
+    rank_first: bool = False
 
     def limit(self, num_stages: int, stage: int, microbatches: int) -> int:
         """Most microbatches of ``stage`` in flight on a worker."""
@@ -168,22 +170,52 @@ class _Paper:
         """Let a worker that is free start a ready action."""
         if desk.busy:
             return
+        if self.policy.rank_first:
+            self._start_lowest(now, desk)
+            return
         if desk.backwards and (self.policy.backwards_first or not desk.left):
             negated, _, m = heapq.heappop(desk.backwards)
             s = -negated
-            desk.in_flight[s] -= 1
-            self.backward[s][m] = now
-            self._end(now, True, s, m, self.costs.backward[s][m], desk)
+            self._begin_backward(now, s, m, desk)
             return
         for s in self.stage_order:
             heap = desk.forwards[s]
             if heap and desk.in_flight[s] < self.limits[s]:
-                _, m = heapq.heappop(heap)
-                desk.in_flight[s] += 1
-                desk.left -= 1
-                self.forward[s][m] = now
-                self._end(now, False, s, m, self.costs.forward[s][m], desk)
+                self._begin_forward(now, s, heapq.heappop(heap)[1], desk)
                 return
+
+    def _start_lowest(self, now: int, desk: _Desk) -> None:
+        """Start the ready action of the lowest rank, of equal ones the one nearest to its end."""
+        best: tuple[int, int, int] | None = None
+        if desk.backwards:
+            at = min(range(len(desk.backwards)), key=lambda i: desk.backwards[i][1:])
+            best = (desk.backwards[at][1], -1, at)
+        for s in self.stage_order:
+            heap = desk.forwards[s]
+            if heap and desk.in_flight[s] < self.limits[s]:
+                found = (heap[0][0], 0, s)
+                best = found if best is None or found < best else best
+        if best is None:
+            return
+        if best[1] == 0:
+            heap = desk.forwards[best[2]]
+            assert heap is not None
+            self._begin_forward(now, best[2], heapq.heappop(heap)[1], desk)
+            return
+        negated, _, m = desk.backwards.pop(best[2])
+        heapq.heapify(desk.backwards)
+        self._begin_backward(now, -negated, m, desk)
+
+    def _begin_forward(self, now: int, s: int, m: int, desk: _Desk) -> None:
+        desk.in_flight[s] += 1
+        desk.left -= 1
+        self.forward[s][m] = now
+        self._end(now, False, s, m, self.costs.forward[s][m], desk)
+
+    def _begin_backward(self, now: int, s: int, m: int, desk: _Desk) -> None:
+        desk.in_flight[s] -= 1
+        self.backward[s][m] = now
+        self._end(now, True, s, m, self.costs.backward[s][m], desk)
 
     def _end(self, now: int, is_backward: bool, s: int, m: int, ticks: int, desk: _Desk) -> None:
         desk.busy = True

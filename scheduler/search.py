@@ -1,0 +1,368 @@
+"""Choosing a plan: candidates for assignment and order, compared by their predicted step times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dtrain.scheduler.assignment import Assignment
+from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
+from dtrain.scheduler.domains import dealt_over_domains
+from dtrain.scheduler.order import Policy, order_actions
+from dtrain.scheduler.plan import Layout, Orders, Plan
+from dtrain.scheduler.planner import checked_members, longest_first, make_plan, replan
+from dtrain.scheduler.predict import Prediction, longest_sum, predict
+
+SEARCH_ACTIONS = 50_000
+"""Actions that a search puts in order at most, over all candidates but the first."""
+REPLAN_ACTIONS = 12_000
+"""The same after a fault, when the job stands still meanwhile."""
+BASELINE = "1f1b in arrival order"
+
+_TRIES = 48
+_NEAR = 1.1
+
+_Drafts = Callable[[StepCosts], Sequence[tuple[str, Plan]]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan that was chosen, and why.
+
+    ``compared``: predicted step time of every candidate, in ticks, by name; those that do not fit
+    in memory are left out. ``recompute[s]``: activations of the stage are to be computed again in
+    its backward instead of kept (activation checkpointing), because memory demands it. ``costs``:
+    what the plan was chosen for, recomputation included.
+    """
+
+    plan: Plan
+    prediction: Prediction
+    name: str
+    compared: dict[str, int]
+    recompute: tuple[bool, ...]
+    costs: StepCosts
+
+    @property
+    def reason(self) -> str:
+        """The choice in a line."""
+        ticks = self.prediction.step_ticks
+        said = f"{self.name}: predicted step {ticks / 1e6:.2f} ms"
+        base = self.compared.get(BASELINE)
+        if base is not None and base > ticks:
+            said += f", {1 - ticks / base:.0%} less than {BASELINE}"
+        elif base is not None:
+            said += f", the least of {len(self.compared)} compared"
+        stages = [s for s, again in enumerate(self.recompute) if again]
+        if stages:
+            said += f"; stages {stages} recompute activations, which memory has no room for"
+        if self.prediction.over:
+            said += f"; does not fit in the memory of workers {list(self.prediction.over)}"
+        return said
+
+
+def choose_plan(
+    layout: Layout,
+    workers: Sequence[int],
+    generation: int,
+    costs: StepCosts,
+    cluster: Cluster = UNIFORM,
+    *,
+    staged: bool = False,
+) -> Choice:
+    """The fastest plan found within memory, a pure function of its arguments.
+
+    Assignments: a stage a worker as :func:`make_plan` deals them, dealt in turn or the longest
+    first; whole microbatches, where a worker runs all stages of its microbatches; and the first
+    with the load levelled over stages. Orders: GPipe, 1F1B, 1F1B with the longest first, list
+    scheduling with more in flight, and a local search over the precedence of microbatches. Where
+    nothing fits in memory, the stages that keep most recompute their activations.
+
+    ``staged``: only the assignments that give no worker another stage's work.
+
+    Raises:
+        ValueError: as :func:`make_plan`.
+    """
+    members = checked_members(workers)
+
+    def drafts(known: StepCosts) -> list[tuple[str, Plan]]:
+        plan = make_plan(layout, members, generation, known, cluster)
+        drawn = [("", _dealt_in_turn(plan, known, cluster))]
+        if len(members) > 1:
+            drawn.append(("least load", plan))
+            if layout.num_stages > 1 and not staged:
+                drawn.append(("whole microbatches", _whole(plan, known, cluster)))
+                drawn.append(("levelled over stages", _levelled(plan, known, cluster)))
+        return drawn
+
+    choice = _choose(drafts, costs, cluster, SEARCH_ACTIONS)
+    plan = replace(choice.plan, reason=f"{choice.plan.reason}; {choice.reason}")
+    return replace(choice, plan=plan)
+
+
+def choose_replan(
+    old: Plan,
+    workers: Sequence[int],
+    generation: int,
+    reason: str,
+    costs: StepCosts,
+    cluster: Cluster = UNIFORM,
+) -> Choice:
+    """The plan after a change of membership, moving little, in the best order found.
+
+    Raises:
+        ValueError: as :func:`replan`.
+    """
+    members = checked_members(workers)
+
+    def drafts(known: StepCosts) -> list[tuple[str, Plan]]:
+        return [("", replan(old, members, generation, reason, known, cluster))]
+
+    choice = _choose(drafts, costs, cluster, REPLAN_ACTIONS)
+    plan = replace(choice.plan, reason=f"{choice.plan.reason}; {choice.reason}")
+    return replace(choice, plan=plan)
+
+
+def reschedule(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Choice:
+    """The best order found for a plan's own executors, for the sizes of one step.
+
+    Holders and executors stay, so nothing moves and nothing is sampled twice: a running job can
+    take it at any step boundary.
+    """
+    return _choose(lambda known: [("", plan)], costs, cluster, REPLAN_ACTIONS)
+
+
+def _choose(draw: _Drafts, costs: StepCosts, cluster: Cluster, budget: int) -> Choice:
+    """The best of all orders of the drafts, with as little recomputation as memory allows."""
+    again = [False] * costs.num_stages
+    known = costs
+    while True:
+        best = _Search(known, cluster, tuple(again), budget).run(draw(known))
+        if not best.prediction.over or all(again) or not costs.kept_bytes:
+            return best
+        again[_hungriest(known, again)] = True
+        known = recomputed(costs, again)
+
+
+def recomputed(costs: StepCosts, stages: Sequence[bool]) -> StepCosts:
+    """The costs where some stages keep only what they receive and run their forward twice."""
+    backward = tuple(
+        tuple(f + b for f, b in zip(fs, bs, strict=True)) if again else bs
+        for fs, bs, again in zip(costs.forward, costs.backward, stages, strict=True)
+    )
+    kept = tuple(
+        (costs.sent_bytes[s - 1] if s and costs.sent_bytes else (0,) * len(row)) if again else row
+        for s, (row, again) in enumerate(zip(costs.kept_bytes, stages, strict=True))
+    )
+    return replace(costs, backward=backward, kept_bytes=kept)
+
+
+def _hungriest(costs: StepCosts, again: Sequence[bool]) -> int:
+    left = [s for s in range(costs.num_stages) if not again[s]]
+    return max(left, key=lambda s: (max(costs.kept_bytes[s]), -s))
+
+
+def _dealt_in_turn(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
+    groups = [sorted(set(runs)) for runs in staged.executors]
+    executors = tuple(
+        tuple(group[m % len(group)] for m in range(costs.microbatches)) for group in groups
+    )
+    return _with(staged, executors, costs, cluster)
+
+
+def _levelled(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
+    work = Assignment(staged, staged.workers, costs, cluster)
+    work.level()
+    holders = tuple(tuple(sorted(held)) for held in work.holders)
+    executors = tuple(tuple(runs) for runs in work.executors)
+    return _with(replace(staged, holders=holders), executors, costs, cluster)
+
+
+def _whole(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
+    """Every microbatch on one worker from the first stage to the last."""
+    total = [sum(column) for column in zip(*costs.work(), strict=True)]
+    order = dealt_over_domains(staged.workers, cluster)
+    runs = longest_first(total, order, cluster)
+    held = tuple(tuple(sorted(set(runs) | set(held))) for held in staged.holders)
+    return _with(replace(staged, holders=held), (runs,) * costs.num_stages, costs, cluster)
+
+
+def _with(
+    plan: Plan,
+    executors: tuple[tuple[int, ...], ...],
+    costs: StepCosts,
+    cluster: Cluster,
+    policy: Policy | None = None,
+) -> Plan:
+    actions = order_actions(plan.layout, plan.workers, executors, costs, cluster, policy)
+    return replace(plan, executors=executors, actions=actions)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An assignment and a policy that fit in memory; ``last``: the microbatch that ends last."""
+
+    ticks: int
+    last: int
+    assignment: str
+    plan: Plan
+    policy: Policy
+
+
+class _Search:
+    """The best plan so far."""
+
+    def __init__(
+        self, costs: StepCosts, cluster: Cluster, recompute: tuple[bool, ...], budget: int
+    ) -> None:
+        self.costs, self.cluster, self.recompute = costs, cluster, recompute
+        self.size = 2 * costs.num_stages * costs.microbatches
+        self.left = budget
+        self.compared: dict[str, int] = {}
+        self.best: Choice | None = None
+        self.ideal = 0.0
+        total = [sum(column) for column in zip(*costs.work(), strict=True)]
+        self.total = sum(total)
+        self.longest = ranked(sorted(range(len(total)), key=lambda m: (-total[m], m)))
+        self.shortest = ranked(sorted(range(len(total)), key=lambda m: (total[m], m)))
+        self.chains = total
+        self.found: list[_Candidate] = []
+
+    def policies(self, plan: Plan) -> list[tuple[str, Policy]]:
+        """Names and policies to compare, the most promising first."""
+        split = self._split_first(plan)
+        listed = [
+            (BASELINE, Policy()),
+            ("list scheduling, split microbatches first", Policy(True, 4, split, True)),
+            ("list scheduling, split first, 1 more in flight", Policy(True, 1, split, True)),
+            ("1f1b, longest first", Policy(rank=self.longest)),
+            ("gpipe", Policy(backwards_first=False)),
+        ]
+        for ahead in (1, 2, 4):
+            more = f"list scheduling, {ahead} more in flight"
+            listed.append((f"{more}, longest first", Policy(ahead=ahead, rank=self.longest)))
+            listed.append((more, Policy(ahead=ahead)))
+        listed.append(("1f1b, shortest first", Policy(rank=self.shortest)))
+        if self.cluster.memory_bytes:
+            listed += [(f"1f1b, {n} less in flight", Policy(ahead=-n)) for n in (1, 2, 4)]
+        return listed
+
+    def run(self, drafts: Sequence[tuple[str, Plan]]) -> Choice:
+        """Compare all orders of all assignments, then look around the best ones."""
+        power = sum(1.0 / self.cluster.slow(w) for w in drafts[0][1].workers)
+        self.ideal = self.total / power
+        listed = [
+            (
+                place,
+                number,
+                f"{name}, {assignment}" if assignment else name,
+                assignment,
+                plan,
+                policy,
+            )
+            for number, (assignment, plan) in enumerate(drafts)
+            for place, (name, policy) in enumerate(self.policies(plan))
+        ]
+        for _, _, name, assignment, plan, policy in sorted(listed, key=lambda entry: entry[:2]):
+            found = self._try(name, plan, policy)
+            if found is not None:
+                self.found.append(_Candidate(*found, assignment, plan, policy))
+        started: set[str] = set()
+        for candidate in sorted(self.found, key=lambda c: c.ticks):
+            if candidate.assignment not in started:
+                started.add(candidate.assignment)
+                self._climb(candidate)
+        assert self.best is not None
+        return self.best
+
+    def _split_first(self, plan: Plan) -> tuple[int, ...]:
+        """Precedence by how many workers share a microbatch, then by its length."""
+        shared = [len(set(column)) for column in zip(*plan.executors, strict=True)]
+        order = sorted(range(len(shared)), key=lambda m: (-shared[m], -self.chains[m], m))
+        return ranked(order)
+
+    def _done(self) -> bool:
+        """Whether nothing worth the search can be gained any more."""
+        if self.best is None or self.best.prediction.over:
+            return False
+        found = self.best.prediction
+        return found.makespan <= 1.005 * max(self.ideal, found.critical_path)
+
+    def _try(self, name: str, plan: Plan, policy: Policy) -> tuple[int, int] | None:
+        """The predicted step time of a candidate and the microbatch that ends last.
+
+        None where it does not fit in memory, or where the search is over.
+        """
+        if self.best is not None:
+            if self.left < self.size or self._done():
+                return None
+            self.left -= self.size
+        plan = _with(plan, plan.executors, self.costs, self.cluster, policy)
+        ticks, last = self._step(plan)
+        limited = bool(self.cluster.memory_bytes)
+        if self.best is None or limited or ticks < self.best.prediction.step_ticks:
+            prediction = predict(plan, self.costs, self.cluster)
+            if self.best is None or self._key(prediction) < self._key(self.best.prediction):
+                compared, again = self.compared, self.recompute
+                self.best = Choice(plan, prediction, name, compared, again, self.costs)
+            if prediction.over:
+                return None
+        self.compared[name] = min(ticks, self.compared.get(name, ticks))
+        return ticks, last
+
+    def _step(self, plan: Plan) -> tuple[int, int]:
+        """The step time that :func:`predict` would give, for a plan ordered for these very costs.
+
+        And the microbatch that ends last.
+        """
+        assert isinstance(plan.actions, Orders)
+        executors, costs = plan.executors[0], self.costs
+        ends = [
+            start + scaled(costs.backward[0][m], self.cluster.slow(executors[m]))
+            for m, start in enumerate(plan.actions.backward[0])
+        ]
+        makespan = max(ends)
+        ticks = makespan + longest_sum(plan.holders, costs) + costs.fixed_ticks
+        return ticks, ends.index(makespan)
+
+    def _key(self, prediction: Prediction) -> tuple[int, int]:
+        limit, used = self.cluster.memory_bytes, prediction.memory_bytes
+        excess = sum(used[w] - limit[w] for w in prediction.over)
+        return excess, prediction.step_ticks
+
+    def _climb(self, start: _Candidate) -> None:
+        """Change the precedence of microbatches as long as that helps.
+
+        Whichever ends last is promoted, or two are exchanged. The choices are a linear congruential
+        sequence: the same ones on every member.
+        """
+        name = "searched order" + (f", {start.assignment}" if start.assignment else "")
+        order = _sorted_by(start.policy.rank or range(self.costs.microbatches))
+        ticks, last, state = start.ticks, start.last, 1
+        for turn in range(_TRIES if len(order) > 1 else 0):
+            assert self.best is not None
+            if ticks > _NEAR * self.best.prediction.step_ticks or self._done():
+                return
+            state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
+            a = (state >> 33) % len(order)
+            changed = list(order)
+            if turn % 2 and changed.index(last):
+                at = changed.index(last)
+                changed.insert(a % at, changed.pop(at))
+            else:
+                b = (a + 1 + (state >> 17) % (len(order) - 1)) % len(order)
+                changed[a], changed[b] = changed[b], changed[a]
+            found = self._try(name, start.plan, replace(start.policy, rank=ranked(changed)))
+            if found is not None and found[0] < ticks:
+                (ticks, last), order = found, changed
+
+
+def _sorted_by(rank: Sequence[int]) -> list[int]:
+    return sorted(range(len(rank)), key=lambda m: rank[m])
+
+
+def ranked(order: Sequence[int]) -> tuple[int, ...]:
+    """The place of each microbatch in ``order``."""
+    rank = [0] * len(order)
+    for place, m in enumerate(order):
+        rank[m] = place
+    return tuple(rank)
