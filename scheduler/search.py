@@ -135,12 +135,21 @@ def _choose(draw: _Drafts, costs: StepCosts, cluster: Cluster, budget: int) -> C
     """The best of all orders of the drafts, with as little recomputation as memory allows."""
     again = [False] * costs.num_stages
     known = costs
+    tried: list[Choice] = []
     while True:
-        best = _Search(known, cluster, tuple(again), budget).run(draw(known))
-        if not best.prediction.over or all(again) or not costs.kept_bytes:
-            return best
+        tried.append(_Search(known, cluster, tuple(again), budget).run(draw(known)))
+        if not tried[-1].prediction.over:
+            return tried[-1]
+        if all(again) or not costs.kept_bytes:
+            return min(tried, key=lambda choice: excess_bytes(choice.prediction, cluster))
         again[_hungriest(known, again)] = True
         known = recomputed(costs, again)
+
+
+def excess_bytes(prediction: Prediction, cluster: Cluster) -> int:
+    """Bytes by which a plan exceeds the workers' memories, over all of them."""
+    limit, used = cluster.memory_bytes, prediction.memory_bytes
+    return sum(used[w] - limit[w] for w in prediction.over)
 
 
 def recomputed(costs: StepCosts, stages: Sequence[bool]) -> StepCosts:
@@ -325,9 +334,7 @@ class _Search:
         return ticks, ends.index(makespan)
 
     def _key(self, prediction: Prediction) -> tuple[int, int]:
-        limit, used = self.cluster.memory_bytes, prediction.memory_bytes
-        excess = sum(used[w] - limit[w] for w in prediction.over)
-        return excess, prediction.step_ticks
+        return excess_bytes(prediction, self.cluster), prediction.step_ticks
 
     def _climb(self, start: _Candidate) -> None:
         """Change the precedence of microbatches as long as that helps.

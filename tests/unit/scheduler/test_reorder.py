@@ -61,7 +61,7 @@ def ready(action: Action, done: set[Action], stages: int) -> bool:
     return Action("F" if stage == stages - 1 else "B", min(stage + 1, stages - 1), m) in done
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     layouts,
     st.integers(4, 16),
