@@ -101,12 +101,11 @@ def test_a_failing_store_stops_no_training_and_a_save_has_the_values_of_its_step
         assert found.equal > 40
 
 
-def struck_at(
-    jobs: Trainers, raw: dict[str, Any], point: str, whole: bool, run: str, worker: int = 0
-) -> Job:
-    """A job of three in which a worker, or all, are killed at a point of the save of step 6."""
-    what = fault("kill_job", point, 6) if whole else fault("crash", point, 6, worker=worker)
-    return jobs.start(merged(raw, [("faults", [what])]), 3, run)
+def struck_at(jobs: Trainers, raw: dict[str, Any], point: str, whole: bool) -> Job:
+    """A job of three in which worker 0, or all, are killed at a point of the second save."""
+    step = 2 * raw["checkpoint"]["every_steps"]
+    what = fault("kill_job" if whole else "crash", point, step)
+    return jobs.start(merged(raw, [("faults", [what])]), 3, "run")
 
 
 def resume(jobs: Trainers, raw: dict[str, Any], wanted: dict[str, Any], run: str) -> dict[str, Any]:
@@ -134,7 +133,7 @@ WHOLE = ("stage.tensor", "metadata.write")
 def test_a_job_killed_at_a_point_of_a_save(
     jobs: Trainers, raw: dict[str, Any], undisturbed: tuple[Path, dict[str, Any]], point: str
 ) -> None:
-    job = struck_at(jobs, raw, point, True, "run")
+    job = struck_at(jobs, raw, point, True)
     assert job.join() == [-signal.SIGKILL] * 3
     resume(jobs, raw, undisturbed[1], "run")
     done = POINTS.index(point) >= POINTS.index("committed")
@@ -148,7 +147,7 @@ def test_a_worker_killed_at_a_point_of_a_save(
     jobs: Trainers, raw: dict[str, Any], undisturbed: tuple[Path, dict[str, Any]], point: str
 ) -> None:
     """Its own saves are at an end; the others' go on, without another start."""
-    job = struck_at(jobs, raw, point, False, "run")
+    job = struck_at(jobs, raw, point, False)
     assert job.join() == [-signal.SIGKILL, 0, 0], job.reports()
     assert job.record()["weights_sha256"] == undisturbed[1]["weights_sha256"]
     assert resumed_step(job.run_dir) == 0
@@ -164,7 +163,8 @@ def on_s3(s3: Any, jobs: Trainers, raw: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a job that saves to S3."""
     variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     (jobs.folder / checkpoint_trainers.ENVIRONMENT).write_text(json.dumps(variables))
-    return merged(raw, [("checkpoint.url", f"s3://{s3.bucket}/{jobs.folder.name}")])
+    url = f"s3://{s3.bucket}/{jobs.folder.name}"
+    return merged(raw, [("checkpoint.url", url), ("checkpoint.every_steps", 6)])
 
 
 @pytest.mark.chaos
@@ -178,12 +178,12 @@ def test_killed_at_a_point_of_a_save_to_s3(
     point: str,
     whole: bool,
 ) -> None:
-    job = struck_at(jobs, on_s3, point, whole, "run")
+    job = struck_at(jobs, on_s3, point, whole)
     ends = job.join()
     if whole:
         assert ends == [-signal.SIGKILL] * 3
         resume(jobs, on_s3, undisturbed[1], "run")
-        assert resumed_step(job.run_dir) in (3, 6)
+        assert resumed_step(job.run_dir) in (6, 12)
     else:
         assert ends == [-signal.SIGKILL, 0, 0], job.reports()
         assert job.record()["weights_sha256"] == undisturbed[1]["weights_sha256"]
@@ -207,7 +207,8 @@ def test_killed_at_random_moments_of_a_save(
     config = request.getfixturevalue("on_s3") if store == "s3" else raw
     for number in range(5):
         within = {"within_s": 1.0 if store == "s3" else 0.1, "whole": whole}
-        what = fault("kill_soon", "stage.begin", 6, options=within, seed=number)
+        step = 2 * config["checkpoint"]["every_steps"]
+        what = fault("kill_soon", "stage.begin", step, options=within, seed=number)
         changes: list[tuple[str, Any]] = [("faults", [what])]
         if store == "s3":
             changes.append(("checkpoint.url", f"{config['checkpoint']['url']}/{number}"))
