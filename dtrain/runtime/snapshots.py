@@ -7,7 +7,9 @@ state, gathered from the holders.
 
 A copy is incremental: a tensor with the same bits as in the copy before (the best evaluation's
 weights, the state of partitions nobody trained on) is neither copied nor sent again. Finding a
-changed tensor changed costs a microsecond, as the comparison ends at the first difference.
+changed tensor changed costs a microsecond, as the comparison ends at the first difference. Where
+the network is slower than training, a copy waits until the one before has left, so that none pile
+up.
 
 A new generation has other holders and keepers: it takes its first snapshots after its first step,
 whole, and what no longer has a place is dropped once they are made.
@@ -15,17 +17,21 @@ whole, and what no longer has a place is dropped once they are made.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from dtrain.errors import PeerLostError
 from dtrain.runtime.generation import Generation
 from dtrain.runtime.state import StageState, pack_json, unpack_json
 from dtrain.runtime.transport import KIND_SNAPSHOT, Key
+from dtrain.scheduler.membership import Peer
 
 # A copy may still be on its way when the next one is taken, and workers may be a step apart.
 _KEPT_STEPS = 3
+_POLL_S = 0.002
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -101,7 +107,18 @@ class Snapshots:
             head = pack_json({"base": base, "same": sorted(same)})
             key = Key(KIND_SNAPSHOT, step, stage)
             peer = generation.peers[self._send[stage]]
+            self._wait_for_room(peer)
             generation.around.transport.send(peer, key, [head, *changed.packed()])
+
+    def _wait_for_room(self, peer: Peer) -> None:
+        """Wait until the peer has what was sent to it at earlier steps."""
+        generation = self._generation
+        deadline = time.monotonic() + generation.around.job.config.parallel.timeout_s
+        while not generation.around.transport.sent(peer):
+            generation.fault.check()
+            if time.monotonic() > deadline:
+                raise PeerLostError(f"worker {peer.worker} takes no snapshots")
+            time.sleep(_POLL_S)
 
     def _alone(self) -> bool:
         plan = self._generation.plan

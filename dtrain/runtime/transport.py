@@ -212,6 +212,12 @@ class Transport:
             raise PeerLostError(f"worker {to.worker} is gone")
         self._wake()
 
+    def sent(self, to: Peer) -> bool:
+        """Whether all that was queued for ``to`` has left; True for a peer that is gone."""
+        with self._lock:
+            outgoing = self._outgoing.get(to)
+            return outgoing is None or not outgoing.queue
+
     def receive(self, key: Key, timeout_s: float) -> tuple[Tensor, ...]:
         """Wait for the tensors of ``key`` in the current generation.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import weights_sha256
+from dtrain.errors import PeerLostError
+from dtrain.runtime.fault import FaultFlag
 from dtrain.runtime.snapshots import Snapshots, copy_changed
 from dtrain.runtime.state import Progress, StageState
+from dtrain.scheduler.membership import Peer
 
 
 def state(step: int) -> StageState:
@@ -48,17 +52,21 @@ class Mail:
         self.boxes: dict[int, dict[Any, tuple[Tensor, ...]]] = {}
         self.held: list[tuple[int, Any, tuple[Tensor, ...]]] = []
         self.hold = False
+        self.has_left = True
         self.bytes: list[int] = []
 
     def of(self, worker: int) -> Any:
         box = self.boxes.setdefault(worker, {})
         return SimpleNamespace(
-            send=self._send, has=box.__contains__, receive=lambda key, _: box.pop(key)
+            send=self._send,
+            sent=lambda _: self.has_left,
+            has=box.__contains__,
+            receive=lambda key, _: box.pop(key),
         )
 
-    def _send(self, to: int, key: Any, tensors: list[Tensor]) -> None:
+    def _send(self, to: Peer, key: Any, tensors: list[Tensor]) -> None:
         self.bytes.append(sum(t.nbytes for t in tensors))
-        self.held.append((to, key, tuple(tensors)))
+        self.held.append((to.worker, key, tuple(tensors)))
         if not self.hold:
             self.let_through()
 
@@ -76,6 +84,7 @@ class Cluster:
     ) -> None:
         self.mail = Mail()
         self.nodes, self.every = nodes, every
+        self.fault = FaultFlag()
         self.holdings = [
             SimpleNamespace(engines={}, snapshots={}, progress=Progress()) for _ in nodes
         ]
@@ -88,12 +97,16 @@ class Cluster:
         for worker, mine in enumerate(self.holdings):
             mine.engines = {s: None for s in range(2) if worker in holders[s]}
             mine.state = lambda _, mine=mine: state(mine.progress.step)
-            config = SimpleNamespace(robust=SimpleNamespace(snapshot_every=self.every))
+            config = SimpleNamespace(
+                robust=SimpleNamespace(snapshot_every=self.every),
+                parallel=SimpleNamespace(timeout_s=30.0),
+            )
             generation: Any = SimpleNamespace(
                 holdings=mine,
+                fault=self.fault,
                 plan=plan,
                 nodes=dict(enumerate(self.nodes)),
-                peers={w: w for w in plan.workers},
+                peers={w: Peer(w, "life") for w in plan.workers},
                 around=SimpleNamespace(
                     job=SimpleNamespace(config=config),
                     me=SimpleNamespace(worker=worker),
@@ -202,3 +215,22 @@ def test_one_step_is_taken_once() -> None:
     sent = len(cluster.mail.bytes)
     cluster.step(1, force=True)
     assert len(cluster.mail.bytes) == sent
+
+
+def test_copies_do_not_pile_up_behind_a_slow_network() -> None:
+    cluster = Cluster()
+    cluster.step(1)
+    cluster.mail.has_left = False
+    sent = len(cluster.mail.bytes)
+    waiting = threading.Thread(target=cluster.step, args=(2,))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    assert len(cluster.mail.bytes) == sent
+    cluster.mail.has_left = True
+    waiting.join(30)
+    assert len(cluster.mail.bytes) == 2 * sent
+    cluster.mail.has_left = False
+    cluster.fault.set("worker 3 is gone")
+    with pytest.raises(PeerLostError, match="worker 3 is gone"):
+        cluster.step(3)
