@@ -14,7 +14,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from deepspeed.utils import safe_set_full_optimizer_state
 from torch import Tensor, nn
 
 from dtrain.deepspeed_options import zero_stage
@@ -81,6 +81,7 @@ class StageEngine:
         sharded = zero_stage(config) > 0
         # Without sharding nothing is left for DeepSpeed to exchange: each holder is its own group.
         group = comm.stage_group(stage) if sharded else comm.own_group
+        self._comm, self._group = comm, group
         self._contributes = contributes or not sharded
         self._clip = float(config.get("gradient_clipping") or 0.0)
         if self.names:
@@ -159,33 +160,67 @@ class StageEngine:
         ``optim/{name}/step`` (float32 scalar).
         """
         self._link_shards()
-        out = {f"model/{n}": p.detach() for n, p in zip(self.names, self.parameters, strict=True)}
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            for key, value in self._optimizer_state(parameter).items():
-                out[f"optim/{name}/{key}"] = value
-            if parameter.dtype != torch.float32:
-                out[f"master/{name}"] = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        named = [*zip(self.names, self.parameters, strict=True)]
+        out = {f"model/{name}": parameter.detach() for name, parameter in named}
+        if not self._sharded:
+            state = self._base_optimizer().state if named else {}
+            for name, parameter in named:
+                out |= {f"optim/{name}/{key}": v for key, v in state.get(parameter, {}).items()}
+            return out
+        keys, step = self._shard_state()
+        gathered: list[tuple[str, nn.Parameter, str | None]] = [
+            (f"optim/{n}/{key}", p, key) for n, p in named for key in keys
+        ]
+        gathered += [(f"master/{n}", p, None) for n, p in named if p.dtype != torch.float32]
+        out |= self._gather(gathered)
+        if step is not None:
+            out |= {f"optim/{name}/step": step.clone() for name in self.names}
         return out
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether DeepSpeed keeps the optimizer state in flat shards (of one holder, maybe)."""
+        return any(hasattr(parameter, "_hp_mapping") for parameter in self.parameters)
+
+    def _shard_state(self) -> tuple[list[str], Tensor | None]:
+        """Names of the state that is shaped as the parameters, and the optimizer's step count."""
+        keys: set[str] = set()
+        step = None
+        for kept in self._base_optimizer().state.values():
+            for key, value in kept.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    keys.add(key)
+                elif key == "step":
+                    step = torch.as_tensor(value, dtype=torch.float32)
+        return sorted(keys), step
+
+    def _gather(self, wanted: Sequence[tuple[str, nn.Parameter, str | None]]) -> dict[str, Tensor]:
+        """Sharded state of parameters, float32 and shaped as they are, in one exchange.
+
+        ``wanted``: a name, and the parameter and key of its state (None: the float32 master).
+        DeepSpeed's own way is an exchange for each, which takes longer than training a small
+        stage. Each holder puts its shard between zeros and adds the bits as integers, so that
+        minus zero survives.
+        """
+        if not wanted:
+            return {}
+        sizes = [parameter.numel() for _, parameter, _ in wanted]
+        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
+        pieces = torch.split(flat, sizes)
+        for piece, (_, parameter, key) in zip(pieces, wanted, strict=True):
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is not None:
+                place = mapping.lp_fragment_address
+                piece.narrow(0, place.start, place.numel).copy_(mapping.get_hp_fragment(key).data)
+        self._comm.all_reduce(flat.view(torch.int32), group=self._group)
+        return {
+            name: piece.view(parameter.shape)
+            for piece, (name, parameter, _) in zip(pieces, wanted, strict=True)
+        }
 
     def _base_optimizer(self) -> torch.optim.Optimizer:
         inner = getattr(self._optimizer, "optimizer", self._optimizer)
         return inner  # type: ignore[no-any-return]
-
-    def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        base = self._base_optimizer()
-        if not hasattr(parameter, "_hp_mapping"):
-            return dict(base.state.get(parameter, {}))
-        out: dict[str, Tensor] = {}
-        for kept in base.state.values():
-            for key, value in kept.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    out[key] = value
-                elif key == "step":
-                    out[key] = torch.as_tensor(value, dtype=torch.float32).clone()
-        return {
-            key: value if key == "step" else safe_get_full_optimizer_state(parameter, key)
-            for key, value in sorted(out.items())
-        }
 
     def load_optimizer(self, saved: Mapping[str, Tensor]) -> None:
         """Set the optimizer state from entries ``optim/{name}/{key}`` (and ``master/{name}``).
@@ -201,7 +236,7 @@ class StageEngine:
             if section == "optim":
                 name, key = rest.rsplit("/", 1)
                 by_name.setdefault(name, {})[key] = value
-        sharded = any(hasattr(p, "_hp_mapping") for p in self.parameters)
+        sharded = self._sharded
         if sharded and by_name:
             self._allocate_shards(base, next(iter(by_name.values())))
         for name, parameter in zip(self.names, self.parameters, strict=True):
