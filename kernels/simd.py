@@ -125,6 +125,14 @@ class VectorCode:
         pointer = self._pointer(data, index, I8)
         self._call("prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(3), I32(1)], named=True)
 
+    def prefetch_row(self, data: Any, begin: Any, size: Any) -> None:
+        """The same for all lines of the ``size`` (int64) elements from ``begin`` on."""
+        builder = self.builder
+        line = I64(64 // (2 if self.narrow else self.bits // 8))
+        lines = builder.udiv(builder.add(size, builder.sub(line, I64(1))), line)
+        with cgutils.for_range(builder, lines) as loop:
+            self.prefetch(data, builder.add(begin, builder.mul(loop.index, line)))
+
     def sum_lanes(self, vector: Any) -> Any:
         """The sum of all lanes, added in halves: one scalar."""
         size = self.lanes

@@ -53,18 +53,29 @@ class GatLayer(nn.Module):
         """``state``: float or sparse [num_src, in_features]; returns [num_dst, out_features]."""
         rows = rows_of(state)
         x = dropout(rows, self.p, ctx.subkey(0), ctx.training)
-        projected = self.linear(x).view(-1, self.heads, self.width)
+        projected = self.linear(x)
         out = gat(
             block.csr.with_self_entries(),
-            projected,
-            (projected * self.src_attention).sum(-1),
-            (projected[: block.num_dst] * self.dst_attention).sum(-1),
+            projected.view(-1, self.heads, self.width),
+            projected @ _per_head(self.src_attention),
+            projected[: block.num_dst] @ _per_head(self.dst_attention),
             p=self.attention_p,
             key=ctx.subkey(1),
             training=ctx.training,
         )
         h = (out.mean(1) if self.average else out.flatten(1)) + self.bias
         return h if self.tail is None else self.tail(h, rows)
+
+
+def _per_head(attention: Tensor) -> Tensor:
+    """The matrix [H * D, H] that takes joined heads to each one's product with ``attention``.
+
+    ``attention``: [H, D]. The product needs no array of the size of its input, as the elementwise
+    one does.
+    """
+    heads, width = attention.shape
+    eye = torch.eye(heads, dtype=attention.dtype, device=attention.device)
+    return (attention[:, :, None] * eye[:, None, :]).reshape(heads * width, heads)
 
 
 def build(config: ModelConfig, in_features: int, num_classes: int) -> list[nn.Module]:

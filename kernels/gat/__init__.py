@@ -61,16 +61,18 @@ class _Gat(Function):
         ctx: Any, x: Tensor, src_score: Tensor, dst_score: Tensor, csr: Csr, attention: Attention
     ) -> Tensor:
         ctx.csr, ctx.attention = csr, attention
-        out, maxima, sums = _backend(x).forward(csr, x, src_score, dst_score, attention)
-        ctx.save_for_backward(x, src_score, dst_score, out, maxima, sums)
+        out, kept = _backend(x).forward(
+            csr, x, src_score, dst_score, attention, with_grad=any(ctx.needs_input_grad)
+        )
+        ctx.save_for_backward(x, src_score, dst_score, *kept)
         result: Tensor = out
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        backend = _backend(grad)
-        to_x, to_src, to_dst = backend.backward(ctx.csr, ctx.saved_tensors, grad, ctx.attention)
+        inputs, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        to_x, to_src, to_dst = _backend(grad).backward(ctx.csr, inputs, kept, grad, ctx.attention)
         return to_x, to_src, to_dst, None, None
 
 

@@ -1,7 +1,10 @@
 """Graph attention on the CPU: scores, softmax, dropout and sum in one pass over the rows.
 
-Nothing is kept for an entry between the passes. The backward pass goes over the columns, computes
-each coefficient again from its row's maximum and sum, and adds in the order of the transpose.
+Nothing is kept for an entry between the passes. With ``l'`` the derivative of the leaky rectifier,
+``a`` the softmax, ``c`` the dropout factor and ``g`` the gradient of the output ``o``, the gradient
+of an entry's score is ``l' a (c g.x - g.o)``. Its sum over a row is ``g.Q - (g.o) P`` with
+``Q = sum l' a c x`` and ``P = sum l' a``, which the forward pass makes beside ``o``; its sum over a
+column is ``x.Y - sum l' a (g.o)`` with ``Y = sum l' a c g``. No entry needs a dot product.
 """
 
 from __future__ import annotations
@@ -13,153 +16,230 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtrain.kernels.arrays import array
 from dtrain.kernels.csr import Csr
 from dtrain.kernels.dropout.reference import keep_threshold
 from dtrain.kernels.gat.reference import Attention
-from dtrain.kernels.rng import mix64_jit
-
-
-@numba.njit(cache=True, nogil=True)
-def _forward(
-    indptr: Any,
-    indices: Any,
-    x: Any,
-    src_score: Any,
-    dst_score: Any,
-    slope: Any,
-    key: Any,
-    threshold: Any,
-    scale: Any,
-    out: Any,
-    maxima: Any,
-    sums: Any,
-) -> None:
-    heads, width = x.shape[1], x.shape[2]
-    zero = x.dtype.type(0)
-    for row in range(indptr.size - 1):
-        start, stop = indptr[row], indptr[row + 1]
-        for k in range(start, stop):
-            column = indices[k]
-            for h in range(heads):
-                score = src_score[column, h] + dst_score[row, h]
-                logit = score if score > zero else score * slope
-                if k == start or logit > maxima[row, h]:
-                    maxima[row, h] = logit
-        for k in range(start, stop):
-            column = indices[k]
-            for h in range(heads):
-                score = src_score[column, h] + dst_score[row, h]
-                logit = score if score > zero else score * slope
-                exponent = np.exp(logit - maxima[row, h])
-                sums[row, h] += exponent
-                kept = threshold == 0 or mix64_jit(key, np.uint64(k * heads + h)) >= threshold
-                if kept:
-                    for d in range(width):
-                        out[row, h, d] += exponent * x[column, h, d]
-        for h in range(heads):
-            if stop > start:
-                factor = scale / sums[row, h]
-                for d in range(width):
-                    out[row, h, d] *= factor
-
-
-@numba.njit(cache=True, nogil=True)
-def _backward(
-    indptr: Any,
-    indices: Any,
-    perm: Any,
-    x: Any,
-    src_score: Any,
-    dst_score: Any,
-    slope: Any,
-    key: Any,
-    threshold: Any,
-    scale: Any,
-    maxima: Any,
-    sums: Any,
-    grad: Any,
-    own: Any,
-    to_x: Any,
-    to_src: Any,
-    to_entry: Any,
-) -> None:
-    heads, width = x.shape[1], x.shape[2]
-    zero = x.dtype.type(0)
-    for column in range(indptr.size - 1):
-        for t in range(indptr[column], indptr[column + 1]):
-            row, k = indices[t], perm[t]
-            for h in range(heads):
-                score = src_score[column, h] + dst_score[row, h]
-                logit = score if score > zero else score * slope
-                softmax = np.exp(logit - maxima[row, h]) / sums[row, h]
-                dot = zero
-                kept = threshold == 0 or mix64_jit(key, np.uint64(k * heads + h)) >= threshold
-                if kept:
-                    coefficient = softmax * scale
-                    for d in range(width):
-                        dot += grad[row, h, d] * x[column, h, d]
-                        to_x[column, h, d] += coefficient * grad[row, h, d]
-                to_logit = softmax * (scale * dot - own[row, h])
-                to_score = to_logit if score > zero else to_logit * slope
-                to_src[column, h] += to_score
-                to_entry[k, h] = to_score
-
-
-@numba.njit(cache=True, nogil=True)
-def _row_sums(indptr: Any, entries: Any, out: Any) -> None:
-    for row in range(indptr.size - 1):
-        for k in range(indptr[row], indptr[row + 1]):
-            for h in range(entries.shape[1]):
-                out[row, h] += entries[k, h]
+from dtrain.kernels.gat.tiles import (
+    CHUNK,
+    HEADS,
+    add_weighted,
+    column_coefficients,
+    row_coefficients,
+    row_maximum,
+)
+from dtrain.kernels.threads import empty, over_rows
 
 
 def forward(
-    csr: Csr, x: Tensor, src_score: Tensor, dst_score: Tensor, attention: Attention
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`dtrain.kernels.gat.reference.forward`, for float32 or float64 on the CPU."""
-    arrays = [_array(t) for t in (csr.indptr, csr.indices, x, src_score, dst_score)]
-    numbers = _numbers(attention, arrays[2].dtype)
-    results = [torch.zeros(shape, dtype=x.dtype) for shape in _result_shapes(x, dst_score)]
-    arguments: list[Any] = [*arrays, *numbers, *(_array(t) for t in results)]
-    _forward(*arguments)
-    out, maxima, sums = results
-    return out, maxima, sums
+    csr: Csr,
+    x: Tensor,
+    src_score: Tensor,
+    dst_score: Tensor,
+    attention: Attention,
+    *,
+    with_grad: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [num_rows, H, D] and, ``with_grad``, what :func:`backward` needs besides.
+
+    Arguments as :func:`dtrain.kernels.gat.reference.forward`, float32 or float64 on the CPU.
+    """
+    heads, width = x.shape[1], x.shape[2]
+    dtype = array(x).dtype
+    out = empty((csr.num_rows, heads, width), dtype)
+    maxima, inverse, slopes = (empty((csr.num_rows, heads), dtype) for _ in range(3))
+    sloped = empty(out.shape, dtype) if with_grad else None
+    indptr, indices = csr.indptr.numpy(), csr.indices.numpy()
+    arguments: list[Any] = [indptr, indices]
+    arguments += [array(t).reshape(-1) for t in (x, src_score, dst_score)]
+    arguments += [heads, width, *_numbers(attention, dtype), out.reshape(-1)]
+    arguments.append(None if sloped is None else sloped.reshape(-1))
+    arguments += [t.reshape(-1) for t in (maxima, inverse, slopes)]
+
+    def loop(first: int, end: int) -> None:
+        _rows(first, end, *arguments)
+
+    over_rows(indptr, heads * width, loop)
+    result = torch.from_numpy(out)
+    if sloped is None:
+        return result, ()
+    rest = (torch.from_numpy(t) for t in (sloped, maxima, inverse, slopes))
+    return result, (result, *rest)
 
 
 def backward(
     csr: Csr,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    kept: tuple[Tensor, ...],
     grad: Tensor,
     attention: Attention,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`dtrain.kernels.gat.reference.backward`, for float32 or float64 on the CPU."""
-    x, src_score, dst_score, out, maxima, sums = tensors
+    """Gradients to ``x``, ``src_score`` and ``dst_score``.
+
+    ``inputs`` are those, ``kept`` what :func:`forward` gave; ``grad``: [num_rows, H, D].
+    """
+    x, src_score, dst_score = inputs
+    heads, width = x.shape[1], x.shape[2]
+    dtype = array(x).dtype
+    to_dst = empty((csr.num_rows, heads), dtype)
+    # What a column's entries look up of their rows, side by side: scores, maxima, inverse, g.o.
+    far = empty((csr.num_rows, 4, heads), dtype)
+    grads = array(grad).reshape(-1)
+    of_rows: list[Any] = [grads, *(array(t).reshape(-1) for t in (dst_score, *kept))]
+    of_rows += [heads, width, to_dst.reshape(-1), far.reshape(-1)]
+
+    def rows(first: int, end: int) -> None:
+        _row_dots(first, end, *of_rows)
+
+    over_rows(csr.indptr.numpy(), heads, rows)
     transposed, perm = csr.transpose()
-    to_x, to_src, to_dst = (torch.zeros(t.shape, dtype=t.dtype) for t in (x, src_score, dst_score))
-    to_entry = torch.empty(csr.nnz, x.shape[1], dtype=x.dtype)
-    structure = (transposed.indptr, transposed.indices, perm, x, src_score, dst_score)
-    rest = (maxima, sums, grad, (grad * out).sum(-1), to_x, to_src, to_entry)
-    arguments: list[Any] = [_array(t) for t in structure]
-    arguments += _numbers(attention, arguments[3].dtype)
-    arguments += [_array(t) for t in rest]
-    _backward(*arguments)
-    _row_sums(_array(csr.indptr), _array(to_entry), _array(to_dst))
-    return to_x, to_src, to_dst
+    to_x, to_src = empty(tuple(x.shape), dtype), empty(tuple(src_score.shape), dtype)
+    of_columns: list[Any] = [array(t) for t in (transposed.indptr, transposed.indices, perm)]
+    of_columns += [grads, *(array(t).reshape(-1) for t in (x, src_score)), far.reshape(-1)]
+    of_columns += [heads, width, *_numbers(attention, dtype)]
+    of_columns += [to_x.reshape(-1), to_src.reshape(-1)]
+
+    def columns(first: int, end: int) -> None:
+        _columns(first, end, *of_columns)
+
+    over_rows(of_columns[0], heads * width, columns)
+    return torch.from_numpy(to_x), torch.from_numpy(to_src), torch.from_numpy(to_dst)
 
 
-def _result_shapes(x: Tensor, dst_score: Tensor) -> list[tuple[int, ...]]:
-    return [(*dst_score.shape, x.shape[2]), tuple(dst_score.shape), tuple(dst_score.shape)]
+@numba.njit(cache=True, nogil=True)
+def _rows(
+    first: Any, end: Any, indptr: Any, indices: Any, x: Any, src_score: Any, dst_score: Any,
+    heads: Any, width: Any, slope: Any, key: Any, threshold: Any, scale: Any,
+    out: Any, out_sloped: Any, maxima: Any, inverse: Any, slopes: Any,
+) -> None:  # fmt: skip
+    plain = np.empty(CHUNK * heads, x.dtype)
+    sloped = np.empty(CHUNK * heads, x.dtype)
+    totals = np.empty(2 * heads, x.dtype)
+    size = heads * width
+    for row in range(first, end):
+        start, stop = indptr[row], indptr[row + 1]
+        if start == stop:
+            _clear(out, row * size, size)
+            if out_sloped is not None:
+                _clear(out_sloped, row * size, size)
+            for array_ in (maxima, inverse, slopes):
+                _clear(array_, row * heads, heads)
+            continue
+        for head in range(0, heads, HEADS):
+            row_maximum(src_score, indices, dst_score, maxima, start, stop, row, heads, head, slope)
+        totals[:] = 0
+        for begin in range(start, stop, CHUNK):
+            until = min(begin + CHUNK, stop)
+            for head in range(0, heads, HEADS):
+                row_coefficients(
+                    x, src_score, indices, dst_score, maxima, plain, sloped, totals,
+                    begin, until, row, heads, head, size, slope, key, threshold,
+                )  # fmt: skip
+            _add_weighted(
+                x, indices, plain, sloped, out, out_sloped, begin, until, row * size, row * size,
+                heads, width, begin == start,
+            )  # fmt: skip
+        for head in range(heads):
+            at = row * heads + head
+            inverse[at] = 1 / totals[head]
+            slopes[at] = totals[heads + head] * inverse[at]
+            _scale(out, at * width, width, scale * inverse[at])
+            if out_sloped is not None:
+                _scale(out_sloped, at * width, width, scale * inverse[at])
+
+
+@numba.njit(cache=True, nogil=True)
+def _row_dots(
+    first: Any, end: Any, grad: Any, dst_score: Any, out: Any, out_sloped: Any, maxima: Any,
+    inverse: Any, slopes: Any, heads: Any, width: Any, to_dst: Any, far: Any,
+) -> None:  # fmt: skip
+    for row in range(first, end):
+        for head in range(heads):
+            at = row * heads + head
+            own, sloped = grad.dtype.type(0), grad.dtype.type(0)
+            for k in range(at * width, (at + 1) * width):
+                own += grad[k] * out[k]
+                sloped += grad[k] * out_sloped[k]
+            to_dst[at] = sloped - own * slopes[at]
+            to = 4 * row * heads + head
+            far[to] = dst_score[at]
+            far[to + heads] = maxima[at]
+            far[to + 2 * heads] = inverse[at]
+            far[to + 3 * heads] = own
+
+
+@numba.njit(cache=True, nogil=True)
+def _columns(
+    first: Any, end: Any, indptr: Any, indices: Any, entries: Any, grad: Any, x: Any,
+    src_score: Any, far: Any, heads: Any, width: Any, slope: Any, key: Any, threshold: Any,
+    scale: Any, to_x: Any, to_src: Any,
+) -> None:  # fmt: skip
+    plain = np.empty(CHUNK * heads, x.dtype)
+    sloped = np.empty(CHUNK * heads, x.dtype)
+    totals = np.empty(heads, x.dtype)
+    size = heads * width
+    weighed = np.empty(size, x.dtype)
+    for column in range(first, end):
+        start, stop = indptr[column], indptr[column + 1]
+        totals[:] = 0
+        if start == stop:
+            _clear(to_x, column * size, size)
+            _clear(to_src, column * heads, heads)
+            continue
+        for begin in range(start, stop, CHUNK):
+            until = min(begin + CHUNK, stop)
+            for head in range(0, heads, HEADS):
+                column_coefficients(
+                    grad, far, indices, entries, src_score, plain, sloped, totals,
+                    begin, until, column, heads, head, size, slope, key, threshold, scale,
+                )  # fmt: skip
+            _add_weighted(
+                grad, indices, plain, sloped, to_x, weighed, begin, until, column * size, 0,
+                heads, width, begin == start,
+            )  # fmt: skip
+        for head in range(heads):
+            dot = x.dtype.type(0)
+            for d in range(width):
+                dot += x[column * size + head * width + d] * weighed[head * width + d]
+            to_src[column * heads + head] = dot - totals[head]
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_weighted(
+    x: Any, indices: Any, plain: Any, sloped: Any, out: Any, out_sloped: Any, start: Any,
+    stop: Any, at: Any, at_sloped: Any, heads: Any, width: Any, fresh: Any,
+) -> None:  # fmt: skip
+    # Narrow heads would leave the upper half of a long vector empty.
+    if width <= 8:
+        add_weighted(
+            x, indices, plain, sloped, out, out_sloped, start, stop, at, at_sloped,
+            heads, width, fresh, 8,
+        )  # fmt: skip
+    else:
+        add_weighted(
+            x, indices, plain, sloped, out, out_sloped, start, stop, at, at_sloped,
+            heads, width, fresh, 16,
+        )  # fmt: skip
+
+
+@numba.njit(cache=True, nogil=True)
+def _clear(values: Any, begin: Any, count: Any) -> None:
+    for i in range(begin, begin + count):
+        values[i] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _scale(values: Any, begin: Any, count: Any, factor: Any) -> None:
+    for i in range(begin, begin + count):
+        values[i] *= factor
 
 
 def _numbers(attention: Attention, dtype: np.dtype[Any]) -> tuple[Any, ...]:
     """Slope, key, threshold and scale in the types that keep the loops in one precision."""
+    key = np.uint64(attention.key) if attention.p else None
     return (
         dtype.type(attention.slope),
-        np.uint64(attention.key),
+        key,
         np.uint64(keep_threshold(attention.p)),
         dtype.type(1.0 / (1.0 - attention.p)),
     )
-
-
-def _array(x: Tensor) -> Any:
-    return x.detach().contiguous().numpy()

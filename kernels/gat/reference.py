@@ -25,11 +25,18 @@ class Attention(NamedTuple):
 
 
 def forward(
-    csr: Csr, x: Tensor, src_score: Tensor, dst_score: Tensor, attention: Attention
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [num_rows, H, D], and every row's score maximum and sum of exponents [num_rows, H].
+    csr: Csr,
+    x: Tensor,
+    src_score: Tensor,
+    dst_score: Tensor,
+    attention: Attention,
+    *,
+    with_grad: bool = True,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Outputs [num_rows, H, D] and what ``backward`` needs, if it is to be called.
 
-    Arguments as :func:`dtrain.kernels.gat.gat`; the last two are what ``backward`` needs.
+    That is the outputs again, and every row's largest logit and sum of exponents [num_rows, H].
+    Arguments as :func:`dtrain.kernels.gat.gat`.
     """
     logits = _logits(csr, src_score, dst_score, attention.slope)
     rows = csr.row_of_entry()
@@ -39,22 +46,24 @@ def forward(
     exponents = torch.exp(logits - maxima[rows])
     sums = segment_sum(csr, exponents)
     coefficients = exponents * _dropped(csr, exponents, attention) / sums[rows]
-    return segment_sum(csr, coefficients[:, :, None] * x[csr.indices]), maxima, sums
+    out = segment_sum(csr, coefficients[:, :, None] * x[csr.indices])
+    return out, (out, maxima, sums) if with_grad else ()
 
 
 def backward(
     csr: Csr,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    kept: tuple[Tensor, ...],
     grad: Tensor,
     attention: Attention,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to ``x``, ``src_score`` and ``dst_score``.
 
-    ``tensors`` are x, src_score, dst_score and what ``forward`` returned; ``grad``: float
+    ``inputs`` are those, ``kept`` what ``forward`` gave; ``grad``: float
     [num_rows, H, D]. With ``a`` the softmax, ``c`` the dropout factor and ``g`` the gradient of
     the output ``o``, the gradient of the logit of an entry is ``a (c g.x - g.o)``.
     """
-    x, src_score, dst_score, out, maxima, sums = tensors
+    (x, src_score, dst_score), (out, maxima, sums) = inputs, kept
     rows, (transposed, perm) = csr.row_of_entry(), csr.transpose()
     logits = _logits(csr, src_score, dst_score, attention.slope)
     softmax = torch.exp(logits - maxima[rows]) / sums[rows]
