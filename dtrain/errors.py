@@ -27,5 +27,9 @@ class StoreLostError(RuntimeError):
     """The job's store cannot be reached, so the workers cannot agree on another generation."""
 
 
+class FaultyHardwareError(RuntimeError):
+    """This worker computed what no other one can confirm; the others go on without it."""
+
+
 class CannotGoOnError(RuntimeError):
     """The workers that are left cannot go on with the run; a restart from a checkpoint may."""

@@ -37,6 +37,7 @@ class RunRecord:
     ``done``. ``loss``: of the last committed step. ``metrics``: split -> metric -> value.
     ``weights_sha256``: over parameter names and bytes, sorted by name. ``generations``: how many
     memberships the run has had. ``steps_replayed``: steps begun, discarded and run again.
+    ``steps_skipped``: steps whose gradient was not finite, left out.
     ``steps_lost``: steps that were committed and had to be trained again after a resume.
     ``seeds_trained``: seed nodes of all committed steps. Step times in seconds.
     ``device``: the devices' model, within which the weights are bit-identical.
@@ -51,6 +52,7 @@ class RunRecord:
     workers: int = 0
     generations: int = 0
     steps_replayed: int = 0
+    steps_skipped: int = 0
     steps_lost: int = 0
     seeds_trained: int = 0
     step_time_p50_s: float | None = None

@@ -17,6 +17,7 @@ Kind = Literal[
     "evicted",
     "store_lost",
     "cannot_go_on",
+    "faulty",
     "needs_spawn",
 ]
 
@@ -29,6 +30,7 @@ class Report:
     on request. ``left``: this worker left on request, the job goes on. ``failed``: an exception.
     ``lost_peer``: another worker is gone. ``evicted``: the others went on without it.
     ``store_lost``: the job's store is gone. ``cannot_go_on``: too few workers, or no state left.
+    ``faulty``: what it computed was wrong, and its device is not to be used again.
     ``needs_spawn``: it cannot work in a forked process.
     A trainer that ends without a report has died, whatever its exit code.
     """

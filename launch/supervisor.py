@@ -197,6 +197,9 @@ class _Supervisor:
             return _End(2, "user_error", reason)
         if kind == "left":
             return _End(0, "trainer_left", reason)
+        if kind == "faulty":
+            # The device stays out of the job; a new trainer would get the same one.
+            return _End(0 if self._has_others else 1, "trainer_faulty", reason)
         if self._completion.done(now=True):
             return self._late()
         if kind == "needs_spawn" and self._stop is None and self._method == "forkserver":
@@ -324,7 +327,7 @@ def _conclude(end: _End, place: WorkerPlace, folder: RunFolder, started_s: float
             say(f"error: {reason}")
         return end.code
     _record(folder, end.kind, worker, reason, exit_code=end.code)
-    if end.code == 1 or end.kind == "trainer_left":
+    if end.code == 1 or end.kind in ("trainer_left", "trainer_faulty"):
         say(f"worker {worker}: {reason}")
     return end.code
 

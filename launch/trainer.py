@@ -18,6 +18,7 @@ from dtrain.errors import (
     CannotGoOnError,
     DtrainError,
     EvictedError,
+    FaultyHardwareError,
     LeftError,
     PeerLostError,
     ShutdownError,
@@ -31,8 +32,8 @@ from dtrain.runtime.spec import TrainerSpec
 EXIT_STOPPED = 128 + signal.SIGTERM
 
 
-# What else than a failure an exception tells, and the exit code that goes with it. For the last
-# four the cause is another worker or the store, whose own supervisor or host tells it.
+# What else than a failure an exception tells, and the exit code that goes with it. For some the
+# cause is another worker or the store, whose own supervisor or host tells it.
 _TOLD: tuple[tuple[type[Exception], Kind, int], ...] = (
     (DtrainError, "user_error", 2),
     (ShutdownError, "stopped", EXIT_STOPPED),
@@ -41,6 +42,7 @@ _TOLD: tuple[tuple[type[Exception], Kind, int], ...] = (
     (EvictedError, "evicted", 1),
     (StoreLostError, "store_lost", 1),
     (CannotGoOnError, "cannot_go_on", 1),
+    (FaultyHardwareError, "faulty", 1),
 )
 
 

@@ -202,6 +202,24 @@ def _soft() -> Iterator[Scenario]:
         expect=Expectation(replayed=0, evicted=False, recovery_s=30.0),
     )
     yield Scenario(
+        "net-cut",
+        "a worker's connections to the others carry nothing either way",
+        _one(kind="network", how="cut", worker=1, step=_STEP, phase="forward"),
+        expect=Expectation(replayed=2, lost=1, recovery_s=20.0),
+    )
+    yield Scenario(
+        "net-oneway",
+        "what a worker sends to the others is lost",
+        _one(kind="network", how="oneway", worker=2, step=_STEP, phase="forward"),
+        expect=Expectation(replayed=2, lost=1, recovery_s=20.0),
+    )
+    yield Scenario(
+        "net-delay",
+        "what a worker sends is 200 ms late for some seconds: no eviction",
+        _one(kind="network", how="delay", worker=1, step=_STEP, seconds=4.0, phase="forward"),
+        expect=Expectation(replayed=0, evicted=False),
+    )
+    yield Scenario(
         "nan-once",
         "a NaN in one gradient that another holder does not see: the worker is faulty",
         _one(kind="numeric", how="nan", worker=1, step=_STEP),

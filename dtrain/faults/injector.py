@@ -218,6 +218,11 @@ class Injector:
             self._strike("checkpoint", self._save_step, point, None, None, ())
 
     @property
+    def spoils(self) -> bool:
+        """Whether a fault stands that may change tensors in place."""
+        return any(fault.spec.kind == "numeric" or fault.own for fault in self._armed)
+
+    @property
     def network(self) -> NetworkFault | None:
         """What the transport must do to this worker's sends now; None as a rule."""
         standing = self._network

@@ -58,6 +58,11 @@ class StageCompute:
         self.grads: dict[int, list[Tensor | None]] = {}
         self.losses: dict[int, float] = {}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the stage computes."""
+        return self._engine.device
+
     def reset(self) -> None:
         """Forget the step: activations, gradients and losses."""
         self._in_flight.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ from dtrain.checkpoint import CheckpointInfo
 from dtrain.deepspeed_options import zero_stage
 from dtrain.errors import DtrainError
 from dtrain.faults.injector import Injector
+from dtrain.runtime.attempt import Links
+from dtrain.runtime.audit import Auditor
 from dtrain.runtime.comm import Communicator, Group
 from dtrain.runtime.compute import StageCompute
 from dtrain.runtime.deepspeed_backend import install_backend
@@ -24,7 +26,7 @@ from dtrain.runtime.partitions import Partitions
 from dtrain.runtime.setup import Job
 from dtrain.runtime.state import Checkpoints, Progress, StageState, pack_json, unpack_json
 from dtrain.runtime.store_log import StoreLog
-from dtrain.runtime.transaction import Links, StepTransaction
+from dtrain.runtime.transaction import StepTransaction
 from dtrain.runtime.transport import KIND_NOTE, KIND_STATE, Key, Transport
 from dtrain.scheduler import Plan, make_plan, replan
 from dtrain.scheduler.membership import Announcement, Peer
@@ -100,6 +102,7 @@ class Surroundings:
     heartbeat: Heartbeat
     injector: Injector
     own_group: Group
+    on_event: Callable[..., None]
 
 
 class Generation:
@@ -353,7 +356,22 @@ class Generation:
         }
         holdings = self.holdings
         holdings.transaction = StepTransaction(
-            self.plan, me, links, engines, computes, job.source, job.parameter_stage()
+            self.plan,
+            me,
+            links,
+            engines,
+            computes,
+            job.source,
+            job.parameter_stage(),
+            Auditor(
+                self.plan,
+                me,
+                job.config.seed,
+                job.config.robust.recompute_check,
+                self._fetcher,
+                self.around.on_event,
+            ),
+            skip_bad=job.config.robust.on_bad_gradient == "skip",
         )
         holdings.partitions = None
         if 0 in states:
@@ -363,10 +381,13 @@ class Generation:
         holdings.engines, holdings.best = engines, best
         holdings.progress, holdings.plan = progress, self.plan
 
+    def _fetcher(self, plan: Plan) -> InputFetcher:
+        job = self.around.job
+        return InputFetcher(job.source, job.store, plan, self.around.me.worker, job.device)
+
     def prefetcher(self) -> Prefetcher:
         """Inputs of all steps from the current one on."""
-        job = self.around.job
-        fetcher = InputFetcher(job.source, job.store, self.plan, self.around.me.worker, job.device)
+        job, fetcher = self.around.job, self._fetcher(self.plan)
         steps = range(self.holdings.progress.step, job.total_steps)
         return Prefetcher(
             fetcher, job.source, steps, len(fetcher.order) + 1, self.fault, self._timeout_s

@@ -46,6 +46,7 @@ class Progress:
     evaluated: int = 0
     generations: int = 0
     steps_replayed: int = 0
+    steps_skipped: int = 0
     departures: dict[str, list[int]] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
 

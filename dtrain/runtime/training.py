@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from dataclasses import asdict
@@ -17,13 +18,14 @@ from dtrain.errors import LeftError, PeerLostError, ShutdownError
 from dtrain.evaluate import evaluate
 from dtrain.runfolder import RunFolder, RunRecord, versions
 from dtrain.runtime.comm import MAX
+from dtrain.runtime.exact_sum import NonFiniteGradientError
 from dtrain.runtime.generation import Generation
 from dtrain.runtime.inputs import Prefetcher
 from dtrain.runtime.reporting import ProgressReport
 from dtrain.runtime.snapshots import Snapshots
 from dtrain.runtime.spec import TrainerSpec
 from dtrain.runtime.state import Best, StageState
-from dtrain.runtime.transaction import Outcome, Wishes
+from dtrain.runtime.transaction import Outcome, StepTransaction, Wishes
 from dtrain.runtime.transport import KIND_WEIGHTS, Key
 
 Metrics = dict[str, dict[str, float]]
@@ -73,7 +75,7 @@ class Training:
             while holdings.progress.step < job.total_steps:
                 step = holdings.progress.step
                 wishes = Wishes(self._around.roster.newcomers, self._leaving.is_set())
-                outcome = transaction.run(step, self._prefetcher, wishes)
+                outcome = self._step(transaction, step, wishes)
                 self._committed(outcome)
                 if outcome.leaving:
                     return self._leave(outcome, wishes)
@@ -84,6 +86,19 @@ class Training:
             self.stop()
         self._finish()
         return True, "done"
+
+    def _step(self, transaction: StepTransaction, step: int, wishes: Wishes) -> Outcome:
+        assert self._prefetcher is not None
+        try:
+            return transaction.run(step, self._prefetcher, wishes)
+        except NonFiniteGradientError as error:
+            # All stop here, in the same step: with what is committed saved.
+            self._save(must=False)
+            self._await_save()
+            if self._generation.leads:
+                self._event("bad_gradient", str(error), step=step)
+                self._folder.write_run(self._record("stopped"))
+            raise
 
     def stop(self) -> None:
         """Stop sampling ahead, and take in what has come for this worker's keeping."""
@@ -151,8 +166,8 @@ class Training:
         self._folder.metric(
             step=step + 1,
             epoch=self._job.source.epoch_of(step),
-            loss=loss,
-            grad_norm=norm,
+            loss=_number(loss),
+            grad_norm=_number(norm),
             lr=self._learning_rate(),
             seeds=self._job.source.step_seeds(step),
             **({} if seconds is None else {"step_time_s": seconds}),
@@ -166,7 +181,12 @@ class Training:
         progress = self._holdings.progress
         self._holdings.commit(outcome.step, outcome.seeds)
         self._holdings.last_vote = (outcome.loss, outcome.norm)
+        if outcome.skipped:
+            progress.steps_skipped += 1
         if self._generation.leads:
+            if outcome.skipped:
+                reason = "the gradient was not finite on two holders alike: step skipped"
+                self._event("step_skipped", reason, step=outcome.step)
             self._log_step(outcome.step, outcome.loss, outcome.norm, outcome.step_time_s)
             self._report.step(progress.step, outcome.loss)
         self._snapshot()
@@ -386,6 +406,7 @@ class Training:
             workers=len(self._generation.peers),
             generations=progress.generations,
             steps_replayed=progress.steps_replayed,
+            steps_skipped=progress.steps_skipped,
             steps_lost=sum(trained),
             seeds_trained=progress.seeds_trained,
             step_time_p50_s=float(np.percentile(times, 50)) if times else None,
@@ -397,6 +418,11 @@ class Training:
             versions=versions(),
             run_dir=str(self._folder.path),
         )
+
+
+def _number(value: float) -> float | None:
+    """A number that JSON can hold."""
+    return value if math.isfinite(value) else None
 
 
 def _show(metrics: Metrics, split: str, name: str) -> str:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from dtrain.errors import PeerLostError
+from dtrain.faults.actions import NetworkFault
 from dtrain.runtime.fault import FaultFlag
 from dtrain.scheduler.membership import Peer
 
@@ -121,12 +122,20 @@ class Transport:
 
     Args:
         me: this worker's life. host: address to listen on. lease_s: how long a peer may be
-        silent. on_loss: called from the socket thread for each peer that is gone.
+        silent. on_loss: called from the socket thread for each peer that is gone. network: the
+        injected fault that stands now, if any.
     """
 
     def __init__(
-        self, me: Peer, host: str, lease_s: float, on_loss: Callable[[Loss], None]
+        self,
+        me: Peer,
+        host: str,
+        lease_s: float,
+        on_loss: Callable[[Loss], None],
+        network: Callable[[], NetworkFault | None] = lambda: None,
     ) -> None:
+        self._network = network
+        self._late: deque[tuple[float, Peer, list[memoryview]]] = deque()
         self._me = me
         self._lease_s = lease_s
         self._on_loss = on_loss
@@ -204,12 +213,9 @@ class Transport:
             return
         parts = [memoryview(_header(self._generation, key, host_side))]
         parts += [_bytes_of(t) for t in host_side if t.numel()]
-        with self._lock:
-            outgoing = self._outgoing.get(to)
-            if outgoing is not None and to not in self._lost:
-                outgoing.queue.extend(parts)
-        if outgoing is None or to in self._lost:
+        if to not in self._outgoing or to in self._lost:
             raise PeerLostError(f"worker {to.worker} is gone")
+        self._enqueue(to, parts)
         self._wake()
 
     def sent(self, to: Peer) -> bool:
@@ -217,6 +223,37 @@ class Transport:
         with self._lock:
             outgoing = self._outgoing.get(to)
             return outgoing is None or not outgoing.queue
+
+    def _enqueue(self, to: Peer, parts: list[memoryview]) -> None:
+        """Have a frame sent, unless an injected fault loses it or makes it late."""
+        fault = self._network()
+        if fault is not None and to.worker in fault.drop_to:
+            return
+        delay_s = fault.delay_s if fault is not None else 0.0
+        with self._lock:
+            if delay_s or self._late:
+                self._late.append((time.monotonic() + delay_s, to, parts))
+            elif to not in self._lost:
+                self._outgoing[to].queue.extend(parts)
+
+    def _send_late(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            while self._late and self._late[0][0] <= now:
+                _, to, parts = self._late.popleft()
+                if to not in self._lost:
+                    self._outgoing[to].queue.extend(parts)
+
+    def _longest_sleep_s(self) -> float:
+        sleep_s = self._lease_s / 5
+        if self._late:
+            sleep_s = min(sleep_s, max(0.0, self._late[0][0] - time.monotonic()))
+        return sleep_s
+
+    def _hears(self, peer: Peer) -> bool:
+        """Whether what ``peer`` sends counts as having come."""
+        fault = self._network()
+        return fault is None or peer.worker not in fault.drop_from
 
     def receive(self, key: Key, timeout_s: float) -> tuple[Tensor, ...]:
         """Wait for the tensors of ``key`` in the current generation.
@@ -256,12 +293,13 @@ class Transport:
         try:
             while True:
                 self._open_wanted()
+                self._send_late()
                 self._update_interest()
                 if self._closing:
                     deadline = deadline or time.monotonic() + 2.0
                     if not self._unsent() or time.monotonic() > deadline:
                         return
-                for selected, mask in self._selector.select(self._lease_s / 5):
+                for selected, mask in self._selector.select(self._longest_sleep_s()):
                     if selected.fileobj is self._wake_r:
                         self._drain_wakes()
                     elif isinstance(selected.data, _Incoming):
@@ -397,8 +435,8 @@ class Transport:
                     self._lose(outgoing.peer, "does not answer", False)
             elif not outgoing.queue and now - outgoing.sent_s > self._lease_s / 5:
                 beat = _header(0, Key(_KIND_HEARTBEAT, 0, 0), [])
-                with self._lock:
-                    outgoing.queue.append(memoryview(beat))
+                outgoing.sent_s = now
+                self._enqueue(outgoing.peer, [memoryview(beat)])
         for peer, heard_s in list(self._heard_s.items()):
             if now - heard_s > self._lease_s and peer not in self._said_bye:
                 self._lose(peer, f"was silent for {self._lease_s:g} s", False)
@@ -421,7 +459,7 @@ class Transport:
                 if got == 0:
                     self._incoming_ended(incoming, "closed its connection")
                     return
-                if incoming.peer is not None:
+                if incoming.peer is not None and self._hears(incoming.peer):
                     self._heard_s[incoming.peer] = time.monotonic()
                 incoming.filled += got
                 if incoming.filled == incoming.want and not self._advance(incoming):
@@ -512,7 +550,9 @@ class Transport:
             incoming.filled = 0
             return
         assert incoming.key is not None
-        self._deliver(incoming.key, incoming.tensors)
+        assert incoming.peer is not None
+        if self._hears(incoming.peer):
+            self._deliver(incoming.key, incoming.tensors)
         incoming.tensors = []
         self._expect(incoming, "frame", _FRAME.size)
 

@@ -81,7 +81,11 @@ class _Life:
         me = Peer(spec.worker, spec.incarnation)
         self._roster: Roster | None = None
         transport = Transport(
-            me, _own_host(spec.store_host, spec.store_port), config.robust.lease_s, self._lost
+            me,
+            _own_host(spec.store_host, spec.store_port),
+            config.robust.lease_s,
+            self._lost,
+            lambda: injector.network,
         )
         policy = MembershipPolicy(
             world_size=spec.world_size,
@@ -103,6 +107,7 @@ class _Life:
             heartbeat,
             injector,
             lone_group(config.parallel.timeout_s),
+            self._event,
         )
         self._holdings = Holdings()
         self._sharded = zero_stage(config.deepspeed) > 0

@@ -196,3 +196,64 @@ def test_a_crash_in_a_phase(
     assert job.join() == [0] * 4
     assert respawned >= 1
     assert_same(trainers, job, wanted)
+
+
+def numeric(how: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "numeric", "how": how, "step": 6, **more}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("fault", "settings"),
+    [
+        (numeric("nan", worker=2), {}),
+        (numeric("nan", worker=1, phase="send"), {}),
+        (numeric("bitflip", worker=3), {"recompute_check": 1.0}),
+    ],
+    ids=["nan", "nan-sent", "bitflip"],
+)
+def test_a_worker_that_computes_wrong_is_evicted(
+    trainers: Trainers,
+    raw: dict[str, Any],
+    wanted: dict[str, Any],
+    fault: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    changed = merged(raw, [("faults", [fault]), *((f"robust.{k}", v) for k, v in settings.items())])
+    job = trainers.start(changed, 4, "run")
+    codes = job.join()
+    victim = fault["worker"]
+    assert [w for w, code in enumerate(codes) if code] == [victim]
+    report = job.reports()[victim]
+    assert report is not None
+    assert report["kind"] == "faulty"
+    record = assert_same(trainers, job, wanted)
+    assert record["workers"] == 3
+    assert record["steps_replayed"] <= 1
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_gradient_that_is_never_finite(
+    trainers: Trainers, raw: dict[str, Any], policy: str
+) -> None:
+    fault = numeric("nan", worker="all", until_step=6, microbatch=2, count=0)
+    changed = merged(raw, [("faults", [fault]), ("robust.on_bad_gradient", policy)])
+    job = trainers.start(changed, 3, "run")
+    if policy == "skip":
+        assert job.join() == [0] * 3
+        record = job.record()
+        assert (record["status"], record["steps"], record["steps_skipped"]) == ("done", 60, 1)
+        norms = {m["step"]: m["grad_norm"] for m in job.metrics() if "loss" in m}
+        assert [step for step, norm in norms.items() if norm is None] == [7]
+        return
+    assert job.join() == [2] * 3
+    report = job.reports()[0]
+    assert report is not None
+    assert report["kind"] == "user_error"
+    assert "step 6" in report["reason"]
+    assert "robust.on_bad_gradient" in report["reason"]
+    # Without the fault the run goes on from where it stopped.
+    again = trainers.start(raw, 3, "run")
+    assert again.join() == [0] * 3
+    assert again.record()["steps_lost"] == 0

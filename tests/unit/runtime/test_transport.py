@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dtrain.errors import PeerLostError
+from dtrain.faults.actions import NetworkFault
 from dtrain.runtime.fault import FaultFlag
 from dtrain.runtime.transport import KIND_ACTIVATION, Address, Key, Loss, Transport
 from dtrain.scheduler.membership import Peer
@@ -184,3 +185,26 @@ def test_a_fault_wakes_every_wait(pair: Pair) -> None:
     with pytest.raises(PeerLostError, match="told so"):
         pair.ends[0].receive(key(), 20)
     timer.join()
+
+
+def test_an_injected_network_fault_loses_frames_one_way_or_makes_them_late() -> None:
+    pair = Pair(lease_s=1.0)
+    pair.send(0, key(1), [torch.ones(1)])
+    pair.ends[1].receive(key(1), 10)
+    fault: list[NetworkFault] = [NetworkFault(delay_s=0.3)]
+    pair.ends[0]._network = lambda: fault[0]
+    began = time.monotonic()
+    pair.send(0, key(2), [torch.ones(1)])
+    pair.send(0, key(3), [torch.ones(1)])
+    pair.ends[1].receive(key(3), 10)
+    assert time.monotonic() - began >= 0.3
+    assert pair.ends[1].has(key(2)), "in order"
+    fault[0] = NetworkFault(drop_to=frozenset([1]))
+    pair.send(0, key(4), [torch.ones(1)])
+    until(lambda: bool(pair.losses))
+    assert pair.losses[0].peer == pair.peers[0]
+    assert not pair.losses[0].certain
+    assert "silent" in pair.losses[0].reason
+    assert not pair.ends[1].has(key(4))
+    for end in pair.ends:
+        end.close()
