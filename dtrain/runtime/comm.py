@@ -77,6 +77,7 @@ class Communicator:
         self._groups: dict[str, Group] = {}
         self._members = {id(own_group): [worker]}
         self._parked: list[object] = []
+        self._under_way: set[Reduction] = set()
         self._released = False
         if loopback:
             default_variable("GLOO_SOCKET_IFNAME", "lo")
@@ -155,15 +156,35 @@ class Communicator:
         group = self.all_group if group is None else group
         if group.size() == 1:
             return tensor
+        self.wait(self._start(tensor, op, group), "all-reduce", tensor)
+        return tensor
+
+    def begin_all_reduce(self, tensor: Tensor, group: Group) -> Reduction:
+        """Begin to sum over ``group`` in place; nobody may touch ``tensor`` until it is done.
+
+        All members begin at the same point, and may do other collectives meanwhile.
+
+        Raises:
+            PeerLostError: a member is gone, or a fault was noticed.
+        """
+        work = self._start(tensor, SUM, group) if group.size() > 1 else None
+        begun = Reduction(self, tensor, work)
+        if work is not None:
+            self._under_way.add(begun)
+        return begun
+
+    def _start(self, tensor: Tensor, op: Any, group: Group) -> Any:
         self.fault.check()
         options = dist.AllreduceOptions()
         options.reduceOp = op
         try:
-            work = group.allreduce([tensor], options)
+            return group.allreduce([tensor], options)
         except RuntimeError as error:
             raise PeerLostError(f"all-reduce could not start: {first_line(error)}") from error
-        self.wait(work, "all-reduce", tensor)
-        return tensor
+
+    def finished(self, reduction: Reduction) -> None:
+        """Let go of a reduction that is done."""
+        self._under_way.discard(reduction)
 
     def wait(self, work: Any, what: str, *tensors: Tensor) -> None:
         """Wait for an asynchronous collective on ``tensors``, ending early on a fault.
@@ -228,14 +249,38 @@ class Communicator:
 
     def _let_go(self) -> None:
         self._released = True
-        doomed: list[object] = [self._parked, self._groups]
-        self._parked, self._groups = [], {}
+        doomed: list[object] = [self._parked, self._under_way, self._groups]
+        self._parked, self._under_way, self._groups = [], set(), {}
 
         def let_go() -> None:
             # Native destructors may wait for members; they do so without the interpreter's lock.
             doomed.clear()
 
         threading.Thread(target=let_go, name="dtrain-reaper", daemon=True).start()
+
+
+class Reduction:
+    """An all-reduce that was begun; its generation keeps it until somebody has waited for it."""
+
+    def __init__(self, comm: Communicator, tensor: Tensor, work: Any) -> None:
+        self._comm = comm
+        self._tensor = tensor
+        self._work = work
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Wait for the sum.
+
+        Raises:
+            PeerLostError: a member is gone, or a fault was noticed before it was done.
+        """
+        if self._work is not None:
+            self._comm.wait(self._work, "all-reduce", self._tensor)
+            self._work = None
+        self._comm.finished(self)
 
 
 def lone_group(timeout_s: float) -> Group:

@@ -18,7 +18,7 @@ from deepspeed.utils import safe_set_full_optimizer_state
 from torch import Tensor, nn
 
 from dtrain.deepspeed_options import zero_stage
-from dtrain.runtime.comm import Communicator
+from dtrain.runtime.comm import Communicator, Reduction
 from dtrain.runtime.deepspeed_backend import GenerationBackend, StageTopology, building_engine
 
 _OURS = (
@@ -52,6 +52,28 @@ def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if zero_stage(out):
         out["zero_allow_untested_optimizer"] = True
     return out
+
+
+class Gathering:
+    """Sharded state on its way from a stage's holders; ``tensors`` are whole once it is done."""
+
+    def __init__(self, tensors: dict[str, Tensor], reduction: Reduction | None) -> None:
+        self._tensors = tensors
+        self._reduction = reduction
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` has nothing to wait for."""
+        return self._reduction is None or self._reduction.done()
+
+    def wait(self) -> dict[str, Tensor]:
+        """The tensors: float32, shaped as the parameters, nobody else's.
+
+        Raises:
+            PeerLostError: a holder is gone, or a fault was noticed before it was done.
+        """
+        if self._reduction is not None:
+            self._reduction.wait()
+        return self._tensors
 
 
 class StageEngine:
@@ -156,8 +178,17 @@ class StageEngine:
     def state(self) -> dict[str, Tensor]:
         """Parameters and optimizer state under stage-independent names (collective with ZeRO).
 
-        ``model/{name}``, ``optim/{name}/{key}`` (float32, shaped as the parameter), and
-        ``optim/{name}/step`` (float32 scalar).
+        ``model/{name}``, ``optim/{name}/{key}`` (float32, shaped as the parameter),
+        ``optim/{name}/step`` (float32 scalar), and ``master/{name}`` (float32) of parameters of
+        another dtype. The live tensors, but for those that are gathered from shards.
+        """
+        live, gathering = self.begin_state()
+        return live | gathering.wait()
+
+    def begin_state(self) -> tuple[dict[str, Tensor], Gathering]:
+        """The live tensors of :meth:`state`, and the others on their way.
+
+        Training may go on meanwhile: what is gathered is copied before this returns.
         """
         self._link_shards()
         named = [*zip(self.names, self.parameters, strict=True)]
@@ -166,16 +197,15 @@ class StageEngine:
             state = self._base_optimizer().state if named else {}
             for name, parameter in named:
                 out |= {f"optim/{name}/{key}": v for key, v in state.get(parameter, {}).items()}
-            return out
+            return out, Gathering({}, None)
         keys, step = self._shard_state()
         gathered: list[tuple[str, nn.Parameter, str | None]] = [
             (f"optim/{n}/{key}", p, key) for n, p in named for key in keys
         ]
         gathered += [(f"master/{n}", p, None) for n, p in named if p.dtype != torch.float32]
-        out |= self._gather(gathered)
         if step is not None:
             out |= {f"optim/{name}/step": step.clone() for name in self.names}
-        return out
+        return out, self._gather(gathered)
 
     @property
     def _sharded(self) -> bool:
@@ -194,8 +224,8 @@ class StageEngine:
                     step = torch.as_tensor(value, dtype=torch.float32)
         return sorted(keys), step
 
-    def _gather(self, wanted: Sequence[tuple[str, nn.Parameter, str | None]]) -> dict[str, Tensor]:
-        """Sharded state of parameters, float32 and shaped as they are, in one exchange.
+    def _gather(self, wanted: Sequence[tuple[str, nn.Parameter, str | None]]) -> Gathering:
+        """Begin to gather sharded state of parameters in one exchange.
 
         ``wanted``: a name, and the parameter and key of its state (None: the float32 master).
         DeepSpeed's own way is an exchange for each, which takes longer than training a small
@@ -203,7 +233,7 @@ class StageEngine:
         minus zero survives.
         """
         if not wanted:
-            return {}
+            return Gathering({}, None)
         sizes = [parameter.numel() for _, parameter, _ in wanted]
         flat = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
         pieces = torch.split(flat, sizes)
@@ -212,11 +242,11 @@ class StageEngine:
             if mapping is not None:
                 place = mapping.lp_fragment_address
                 piece.narrow(0, place.start, place.numel).copy_(mapping.get_hp_fragment(key).data)
-        self._comm.all_reduce(flat.view(torch.int32), group=self._group)
-        return {
+        tensors = {
             name: piece.view(parameter.shape)
             for piece, (name, parameter, _) in zip(pieces, wanted, strict=True)
         }
+        return Gathering(tensors, self._comm.begin_all_reduce(flat.view(torch.int32), self._group))
 
     def _base_optimizer(self) -> torch.optim.Optimizer:
         inner = getattr(self._optimizer, "optimizer", self._optimizer)

@@ -17,7 +17,7 @@ from dtrain.runtime.audit import Auditor
 from dtrain.runtime.comm import Communicator, Group
 from dtrain.runtime.compute import StageCompute
 from dtrain.runtime.deepspeed_backend import install_backend
-from dtrain.runtime.engine import StageEngine
+from dtrain.runtime.engine import Gathering, StageEngine
 from dtrain.runtime.fault import FaultFlag
 from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.inputs import InputFetcher, Prefetcher
@@ -54,12 +54,18 @@ class Holdings:
 
     def state(self, stage: int) -> StageState:
         """The state of a held stage as it is now; the tensors are the live ones."""
-        tensors = dict(self.engines[stage].state())
+        state, gathering = self.begin_state(stage)
+        state.tensors |= gathering.wait()
+        return state
+
+    def begin_state(self, stage: int) -> tuple[StageState, Gathering]:
+        """The same, less the tensors that are still on their way from the stage's holders."""
+        tensors, gathering = self.engines[stage].begin_state()
         tensors |= {f"best/{name}": value for name, value in self.best.get(stage, {}).items()}
         if stage == 0 and self.partitions is not None:
             tensors |= self.partitions.tensors()
         self.progress.schedule = self.engines[stage].schedule_state() or self.progress.schedule
-        return StageState(tensors, self.progress)
+        return StageState(tensors, self.progress), gathering
 
     def commit(self, step: int, seeds: int) -> None:
         """Book step ``step``, which trained ``seeds`` seeds, as committed."""

@@ -3,7 +3,7 @@
 Every ``robust.snapshot_every`` steps each holder keeps a copy of its stages' state in host memory,
 and the first holder of each stage sends one to a worker that does not hold the stage, on another
 node than the holders where there is one. With sharded optimizer state (ZeRO) the copy is the whole
-state, gathered from the holders.
+state, gathered from the holders while the next step runs.
 
 A copy is incremental: a tensor with the same bits as in the copy before (the best evaluation's
 weights, the state of partitions nobody trained on) is neither copied nor sent again. Finding a
@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dtrain.errors import PeerLostError
+from dtrain.runtime.engine import Gathering
 from dtrain.runtime.generation import Generation
 from dtrain.runtime.state import StageState, pack_json, unpack_json
 from dtrain.runtime.transport import KIND_SNAPSHOT, Key
@@ -33,6 +35,18 @@ from dtrain.scheduler.membership import Peer
 _KEPT_STEPS = 3
 _POLL_S = 0.002
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class _Begun:
+    """A copy of which something may be on its way: ``same`` as in that of step ``base``."""
+
+    step: int
+    stage: int
+    state: StageState
+    gathering: Gathering
+    base: int | None
+    same: set[str]
 
 
 class Snapshots:
@@ -52,6 +66,7 @@ class Snapshots:
         # Steps whose snapshots were begun in this generation, and those of them still to come.
         self._taken: list[int] = []
         self._awaited: list[int] = []
+        self._begun: list[_Begun] = []
         # Where the run went back to an older step, that which it goes through again is not kept.
         held, now = self._holdings.snapshots, self._holdings.progress.step
         for later in [key for key in held if key[0] > now]:
@@ -79,36 +94,59 @@ class Snapshots:
             PeerLostError: a fault was noticed.
         """
         step = self._holdings.progress.step
+        self._finish()
         self.collect()
-        if step in self._taken or not (force or self.due(step)):
-            return
+        if step not in self._taken and (force or self.due(step)):
+            self._take(step)
+        if force:
+            # This generation comes to an end: nothing can be gathered afterwards.
+            self._finish(wait=True)
+
+    def _take(self, step: int) -> None:
         if not self._sharded and not self._send and not self._keep and self._alone():
             # Every worker holds every stage: while one lives, tier 0 serves.
             self._holdings.snapshots.clear()
             return
+        # The next copies build on these.
+        self._finish(wait=True)
         for stage in sorted(self._holdings.engines):
-            self._take_stage(step, stage)
+            self._begin_stage(step, stage)
+        self._finish()
         if self._keep:
             self._awaited.append(step)
         self._taken = [*self._taken[-1:], step]
         self._drop_old()
 
-    def _take_stage(self, step: int, stage: int) -> None:
+    def _begin_stage(self, step: int, stage: int) -> None:
         held = self._holdings.snapshots
         base = next((s for s in self._taken[::-1] if (s, stage) in held), None)
         before = held[base, stage].tensors if base is not None else {}
-        state, same = copy_changed(self._holdings.state(stage), before)
-        held[step, stage] = state
-        if stage in self._send:
-            generation = self._generation
-            changed = StageState(
-                {n: t for n, t in state.tensors.items() if n not in same}, state.progress
-            )
-            head = pack_json({"base": base, "same": sorted(same)})
-            key = Key(KIND_SNAPSHOT, step, stage)
-            peer = generation.peers[self._send[stage]]
-            self._wait_for_room(peer)
-            generation.around.transport.send(peer, key, [head, *changed.packed()])
+        live, gathering = self._holdings.begin_state(stage)
+        state, same = copy_changed(live, before)
+        self._begun.append(_Begun(step, stage, state, gathering, base, same))
+
+    def _finish(self, *, wait: bool = False, send: bool = True) -> None:
+        """Keep the copies that are whole, and send those that go to others.
+
+        With sharded state they become so while training goes on; ``wait`` for all of them.
+        """
+        while self._begun and (wait or self._begun[0].gathering.done()):
+            begun = self._begun.pop(0)
+            state = begun.state
+            state.tensors |= begun.gathering.wait()
+            self._holdings.snapshots[begun.step, begun.stage] = state
+            if send and begun.stage in self._send:
+                self._send_copy(begun)
+
+    def _send_copy(self, begun: _Begun) -> None:
+        generation = self._generation
+        tensors = {n: t for n, t in begun.state.tensors.items() if n not in begun.same}
+        head = pack_json({"base": begun.base, "same": sorted(begun.same)})
+        packed = StageState(tensors, begun.state.progress).packed()
+        peer = generation.peers[self._send[begun.stage]]
+        self._wait_for_room(peer)
+        key = Key(KIND_SNAPSHOT, begun.step, begun.stage)
+        generation.around.transport.send(peer, key, [head, *packed])
 
     def _wait_for_room(self, peer: Peer) -> None:
         """Wait until the peer has what was sent to it at earlier steps."""
@@ -124,8 +162,17 @@ class Snapshots:
         plan = self._generation.plan
         return all(set(h) == set(plan.workers) for h in plan.holders)
 
+    def leave(self) -> None:
+        """Save what has come, or was gathered, before the generation is left."""
+        try:
+            self._finish(send=False)
+        except PeerLostError:
+            # A holder died while it was gathered: there is no such snapshot then.
+            self._begun.clear()
+        self.collect()
+
     def collect(self) -> None:
-        """Take in the copies that have come; before the generation is left, too."""
+        """Take in the copies that have come."""
         transport, held = self._generation.around.transport, self._holdings.snapshots
         for step in list(self._awaited):
             keys = {s: Key(KIND_SNAPSHOT, step, s) for s in self._keep}

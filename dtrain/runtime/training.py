@@ -103,7 +103,7 @@ class Training:
     def stop(self) -> None:
         """Stop sampling ahead, and take in what has come for this worker's keeping."""
         if self._snapshots is not None:
-            self._snapshots.collect()
+            self._snapshots.leave()
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None

@@ -21,13 +21,18 @@ from dtrain.scheduler.membership import Peer
 def state(step: int) -> StageState:
     """Weights that change at each step, and others that do so at every fourth."""
     return StageState(
-        {"model/w": torch.full((4, 3), float(step)), "best/w": torch.full((50,), step // 4 * 1.0)},
+        {
+            "model/w": torch.full((4, 3), float(step)),
+            "best/w": torch.full((50,), step // 4 * 1.0),
+            "optim/w": torch.full((4, 3), -float(step)),
+        },
         Progress(step=step),
     )
 
 
 def test_only_what_changed_is_copied() -> None:
     live = state(1)
+    del live.tensors["optim/w"]
     live.tensors["model/zero"] = torch.tensor([0.0, torch.nan])
     first, same = copy_changed(live, {})
     assert same == set()
@@ -85,6 +90,7 @@ class Cluster:
         self.mail = Mail()
         self.nodes, self.every = nodes, every
         self.fault = FaultFlag()
+        self.gathered = True
         self.holdings = [
             SimpleNamespace(engines={}, snapshots={}, progress=Progress()) for _ in nodes
         ]
@@ -96,7 +102,7 @@ class Cluster:
         self.snapshots = []
         for worker, mine in enumerate(self.holdings):
             mine.engines = {s: None for s in range(2) if worker in holders[s]}
-            mine.state = lambda _, mine=mine: state(mine.progress.step)
+            mine.begin_state = lambda _, mine=mine: self._begin_state(mine.progress.step)
             config = SimpleNamespace(
                 robust=SimpleNamespace(snapshot_every=self.every),
                 parallel=SimpleNamespace(timeout_s=30.0),
@@ -114,6 +120,12 @@ class Cluster:
                 ),
             )
             self.snapshots.append(Snapshots(generation, sharded=True))
+
+    def _begin_state(self, step: int) -> tuple[StageState, Any]:
+        """The state of a step, of which a part comes only when ``gathered`` says so."""
+        whole = state(step)
+        shards = {"optim/w": whole.tensors.pop("optim/w")}
+        return whole, SimpleNamespace(done=lambda: self.gathered, wait=lambda: shards)
 
     def step(self, to: int, **how: bool) -> None:
         for mine, snapshots in zip(self.holdings, self.snapshots, strict=True):
@@ -234,3 +246,48 @@ def test_copies_do_not_pile_up_behind_a_slow_network() -> None:
     cluster.fault.set("worker 3 is gone")
     with pytest.raises(PeerLostError, match="worker 3 is gone"):
         cluster.step(3)
+
+
+def test_what_is_gathered_while_the_next_step_runs_is_kept_at_its_end() -> None:
+    cluster = Cluster(every=2)
+    cluster.step(1)
+    cluster.gathered = False
+    cluster.step(2)
+    cluster.collect()
+    assert {step for w in range(4) for step, _ in cluster.kept(w)} == {1}
+    for snapshots in cluster.snapshots:
+        snapshots.leave()
+    assert {step for w in range(4) for step, _ in cluster.kept(w)} == {1}, "it is not whole"
+    cluster.gathered = True
+    cluster.step(3)
+    cluster.collect()
+    cluster.check()
+    assert all((2, stage) in cluster.kept(w) for w, stage in ((0, 0), (3, 1)))
+    assert {0, 1} <= {stage for w in range(4) for step, stage in cluster.kept(w) if step == 2}
+
+
+def test_a_generation_that_ends_in_order_waits_for_what_is_gathered() -> None:
+    cluster = Cluster()
+    cluster.gathered = False
+    cluster.step(1)
+    cluster.step(1, force=True)
+    cluster.collect()
+    cluster.check()
+    assert all(cluster.kept(w) for w in range(4))
+
+
+def test_a_generation_that_breaks_keeps_what_was_gathered_and_drops_the_rest() -> None:
+    cluster = Cluster()
+    cluster.gathered = False
+    cluster.step(1)
+
+    def lost() -> None:
+        raise PeerLostError("worker 1 is gone")
+
+    cluster.fault.set("worker 1 is gone")
+    cluster.gathered = True
+    cluster.snapshots[1]._begun[0].gathering.wait = lost  # type: ignore[method-assign]
+    for snapshots in cluster.snapshots:
+        snapshots.leave()
+    cluster.check()
+    assert [len(cluster.kept(w)) for w in range(4)] == [1, 0, 1, 1]
