@@ -48,6 +48,18 @@ def length_of(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
     return context.make_array(array_type)(context, builder, array).nitems
 
 
+@intrinsic
+def prefetch(typing: Any, values: Any, index: Any) -> Any:
+    """Ask for the cache line of ``values[index]``; any index is harmless."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = data_of(context, builder, signature.args[0], arguments[0])
+        VectorCode(builder, types.float32).prefetch(data, arguments[1])
+        return context.get_dummy_value()
+
+    return types.void(values, types.int64), generate
+
+
 class VectorCode:
     """Emits operations on vectors of ``lanes`` floats at the builder's place.
 

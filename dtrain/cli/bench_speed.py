@@ -48,3 +48,24 @@ def kernels(
 def _real_graphs() -> Path | None:
     folder = os.environ.get("DTRAIN_TEST_DATA")
     return Path(folder) if folder else None
+
+
+def sample(
+    against: Annotated[str, typer.Option(help="Peers, of torch and pyg.")] = "torch,pyg",
+    threads: Annotated[int, typer.Option(min=1, help="Threads, a batch each.")] = 2,
+    nodes: Annotated[int, typer.Option(min=2000, help="Nodes of the generated graph.")] = 200_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats; medians are reported.")] = 9,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Measure the neighbour sampler: whole blocks of 2 layers, fanouts 10 and 10."""
+    from dtrain.bench.sample import bench_sample
+
+    report = bench_sample(against, threads=threads, nodes=nodes, repeats=repeats)
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+        return
+    typer.echo(f"{report.sampled_edges_per_s / 1e6:.1f} million edges/s, {threads} threads")
+    typer.echo(f"{report.one_thread_edges_per_s / 1e6:.1f} million edges/s, 1 thread")
+    typer.echo(f"{report.rss_growth_bytes / 1e6:.1f} MB more memory after {repeats} repeats")
+    for row in report.rows:
+        typer.echo(f"{row.ratio} x {row.peer}")

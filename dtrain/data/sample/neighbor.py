@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 from dtrain.data.block import Block
 from dtrain.kernels.csr import Csr
 from dtrain.kernels.rng import mix64_jit
+from dtrain.kernels.simd import prefetch
 
 Ids = NDArray[np.int64]
 
 ALL_NEIGHBORS = -1
 _LAST_VERSION = (1 << 31) - 1
+_AHEAD = 16  # places between the request for a piece of memory and its use
+_LINE = 16  # node ids in a cache line
 
 
 @dataclass(frozen=True)
@@ -128,13 +131,14 @@ def _pick_scan(picks: Any, degree: Any, fanout: Any, key: Any) -> None:
 
     Selection sampling: Knuth, TAOCP volume 2, section 3.4.2, algorithm S.
     """
-    chosen = np.int64(0)
+    missing: Any = np.int64(fanout)
     candidate = 0
-    while chosen < fanout:
-        picks[chosen] = candidate
-        threshold = _below(mix64_jit(key, np.uint64(candidate)), degree - candidate)
-        # Counted, not branched on: the outcome is a coin toss that no predictor learns.
-        chosen += np.int64(threshold < fanout - chosen)
+    while missing > 0:
+        picks[fanout - missing] = candidate
+        draw = np.int64(_below(mix64_jit(key, np.uint64(candidate)), degree - candidate))
+        # Counted, not branched on: the outcome is a coin toss that no predictor learns. Compared
+        # as integers: what waits for the last outcome is then a comparison and a subtraction.
+        missing -= np.int64(draw < missing)
         candidate += 1
 
 
@@ -147,7 +151,9 @@ def _pick_floyd(picks: Any, degree: Any, fanout: Any, key: Any) -> None:
     for chosen in range(fanout):
         top = degree - fanout + chosen
         pick = np.int64(_below(mix64_jit(key, np.uint64(chosen)), top + 1))
-        at = np.searchsorted(picks[:chosen], pick)
+        at = chosen
+        while at > 0 and picks[at - 1] >= pick:
+            at -= 1
         if at < chosen and picks[at] == pick:
             picks[chosen] = top  # larger than all before it
         else:
@@ -189,13 +195,47 @@ def _row_sizes(graph_indptr: Any, destinations: Any, fanout: Any, replace: bool)
     """Row pointers of the block: int64 [num_dst + 1]."""
     indptr = np.empty(len(destinations) + 1, np.int64)
     indptr[0] = 0
+    last = len(destinations) - 1
     for i in range(len(destinations)):
+        prefetch(graph_indptr, destinations[min(i + _AHEAD, last)])
         v = destinations[i]
         size = graph_indptr[v + 1] - graph_indptr[v]
         if fanout >= 0 and size > 0 and (replace or size > fanout):
             size = fanout
         indptr[i + 1] = indptr[i] + size
     return indptr
+
+
+@numba.njit(nogil=True, cache=True)
+def _draw(
+    graph_indptr: Any,
+    graph_indices: Any,
+    destinations: Any,
+    indptr: Any,
+    fanout: Any,
+    replace: bool,
+    key: Any,
+    columns: Any,
+) -> None:
+    """Fill the block's rows with the global ids of the neighbours that are kept."""
+    picks = np.empty(max(fanout, 1) + 1, np.int64)
+    last = len(destinations) - 1
+    for i in range(len(destinations)):
+        later = graph_indptr[destinations[min(i + _AHEAD, last)]]
+        prefetch(graph_indices, later)
+        prefetch(graph_indices, later + _LINE)
+        v = destinations[i]
+        begin = graph_indptr[v]
+        degree = graph_indptr[v + 1] - begin
+        out = indptr[i]
+        size = indptr[i + 1] - out
+        if size > 0 and fanout >= 0 and (replace or size < degree):
+            _pick(picks, degree, fanout, replace, mix64_jit(key, np.uint64(v)))
+            for k in range(size):
+                columns[out + k] = graph_indices[begin + picks[k]]
+        else:
+            for k in range(size):
+                columns[out + k] = graph_indices[begin + k]
 
 
 @numba.njit(nogil=True, cache=True)
@@ -209,37 +249,32 @@ def _sample(
     slots: Any,
     version: Any,
 ) -> tuple[Any, Any, Any, Any]:
+    # In passes, each of which asks early for the memory that it will read.
     num_dst = len(destinations)
     indptr = _row_sizes(graph_indptr, destinations, fanout, replace)
     nnz = indptr[num_dst]
     columns = np.empty(nnz, np.int64)
-    sources = np.empty(min(num_dst + nnz, len(slots)), np.int64)
+    _draw(graph_indptr, graph_indices, destinations, indptr, fanout, replace, key, columns)
+    sources = np.empty(min(num_dst + nnz, len(slots)) + 1, np.int64)
     stamp = np.int64(version) << 32
     for i in range(num_dst):
+        prefetch(slots, destinations[min(i + _AHEAD, num_dst - 1)])
         sources[i] = destinations[i]
         slots[destinations[i]] = stamp | i
     count = num_dst
-    picks = np.empty(max(fanout, 1), np.int64)
-    for i in range(num_dst):
-        v = destinations[i]
-        begin = graph_indptr[v]
-        degree = graph_indptr[v + 1] - begin
-        out = indptr[i]
-        size = indptr[i + 1] - out
-        drawn = size > 0 and fanout >= 0 and (replace or size < degree)
-        if drawn:
-            _pick(picks, degree, fanout, replace, mix64_jit(key, np.uint64(v)))
-        for k in range(size):
-            u = np.int64(graph_indices[begin + (picks[k] if drawn else k)])
-            slot = slots[u]
-            if slot >> 32 == version:
-                columns[out + k] = slot & 0xFFFFFFFF
-            else:
-                slots[u] = stamp | count
-                sources[count] = u
-                columns[out + k] = count
-                count += 1
+    for k in range(nnz):
+        prefetch(slots, columns[min(k + _AHEAD, nnz - 1)])
+        u = columns[k]
+        slot = slots[u]
+        # Written whether new or not: a branch on it would be mispredicted every other time.
+        seen = slot >> 32 == version
+        slot = slot if seen else stamp | count
+        slots[u] = slot
+        sources[count] = u
+        columns[k] = slot & 0xFFFFFFFF
+        count += np.int64(not seen)
     degrees = np.empty(count, np.int64)
     for i in range(count):
+        prefetch(graph_indptr, sources[min(i + _AHEAD, count - 1)])
         degrees[i] = graph_indptr[sources[i] + 1] - graph_indptr[sources[i]]
     return indptr, columns, sources[:count].copy(), degrees
