@@ -169,7 +169,7 @@ def test_plain_torchrun_goes_on_in_place_or_restarts_and_ends_with_the_same_bits
     trainers: Trainers, raw: dict[str, Any]
 ) -> None:
     """A killed trainer is replaced in place; a killed supervisor makes torchrun start anew."""
-    raw = merged(raw, [("train.max_steps", 200)])
+    raw = merged(raw, [("train.max_steps", 100)])
     wanted = trainers.train(raw, 2, "undisturbed")
     folder = trainers.folder / "torchrun"
     folder.mkdir()
