@@ -1,0 +1,634 @@
+"""A long run of a large job as its leader sees it.
+
+One membership machine, that of the lowest surviving worker, goes through every change of membership
+with the real planner and recovery; what all other workers would say and answer is made up from what
+they hold. Between two changes steps pass at the pace of the plan. Messages are not simulated: how
+long it takes to notice, to agree and to rebuild is given by :class:`RecoveryTimes`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from dtrain.scheduler import events as core
+from dtrain.scheduler.events import Announcement, Peer, Proposal
+from dtrain.scheduler.intervals import FailureRate, IntervalPolicy, SaveCost
+from dtrain.scheduler.membership import ImpossibleTransitionError, Membership
+from dtrain.scheduler.plan import Plan
+from dtrain.scheduler.planner import make_plan, replan
+from dtrain.scheduler.recovery import Settlement, Transfer, settle, transfers
+from dtrain.scheduler.risk import RiskLedger
+from dtrain.scheduler.simulator.errors import InvariantError, require
+from dtrain.scheduler.simulator.failures import FailureModel, Incident
+from dtrain.scheduler.simulator.invariants import check_plan
+from dtrain.scheduler.simulator.progress import Progress
+from dtrain.scheduler.simulator.report import Account, Ideal
+from dtrain.scheduler.simulator.spec import JobSpec
+from dtrain.scheduler.simulator.training import Memory, best_step
+
+TICK_S = 0.25
+
+
+@dataclass
+class _Worker:
+    """A slot for a worker: whether it is provisioned, and the life of its process."""
+
+    provisioned: bool
+    peer: Peer | None = None
+    lives: int = 0
+    round: int = 0
+    since: int = 0
+    stages: tuple[int, ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
+    leaving: bool = False
+    away_until_s: float = 0.0
+    slow: float = 1.0
+    slow_until_s: float = 0.0
+
+
+class LeaderRun:
+    """The run. :meth:`run` goes through all incidents; then the attributes hold what came of it.
+
+    ``account``: capacity and where it went. ``replayed``: steps begun or committed that had to be
+    done again. ``violations``: invariants that did not hold. ``quality``: (time, step time of a
+    plan made afresh over the plan's), at each generation.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        incidents: Sequence[Incident],
+        duration_s: float,
+        failures: FailureModel,
+    ) -> None:
+        self.spec, self.duration_s, self.failures = spec, duration_s, failures
+        self.account = Account()
+        self.ideal = Ideal(spec.layout, spec.step_time)
+        self.ledger = RiskLedger()
+        mtbf_s = 1 / max(failures.losses_per_s(spec.workers), 1e-9)
+        self.intervals = IntervalPolicy(
+            FailureRate(mtbf_s), SaveCost(spec.save_s), spec.longest_interval_s
+        )
+        self.now = 0.0
+        self.replayed = self.states_moved = self.microbatches_moved = 0
+        self.tiers: Counter[int] = Counter()
+        self.seen: Counter[str] = Counter()
+        self.violations: list[str] = []
+        self.quality: list[tuple[float, float]] = []
+        self.least = self.most = spec.workers
+        self.provisioned_s = 0.0
+        self.workers = {w: _Worker(True) for w in range(spec.workers)}
+        self.machine: Membership | None = None
+        self.generations = 0
+        self.plan: Plan | None = None
+        self.progress = Progress(1.0)
+        self.phase = "idle"
+        self._cause = "start"
+        self._accounted_s = 0.0
+        self._pace = (1.0, 1.0)
+        self._last: Proposal | None = None
+        self._voted = False
+        self._asked = 0
+        self._began_at_step = 0
+        self._lost: dict[Peer, core.Lost] = {}
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._ticket = 0
+        for incident in incidents:
+            self._at(incident.time_s, partial(self._meet, incident))
+
+    def run(self) -> LeaderRun:
+        """Go through everything that happens before the end."""
+        for w in self.workers:
+            self._at(0.0, partial(self._start, w))
+        try:
+            while self._queue and self._queue[0][0] <= self.duration_s:
+                self.now, _, action = heapq.heappop(self._queue)
+                action()
+                self._check()
+            self.now = self.duration_s
+            self._account()
+        except (InvariantError, ImpossibleTransitionError, ValueError) as error:
+            self.violations.append(f"at {self.now:.3f} s: {error}")
+        left_s = self.progress.trained_s()
+        if left_s and self.phase == "running":
+            self.account.lose(left_s / self.progress.step_s, "unfinished")
+        return self
+
+    # Time and accounts
+
+    def _at(self, time_s: float, action: Callable[[], None]) -> None:
+        self._ticket += 1
+        heapq.heappush(self._queue, (time_s, self._ticket, action))
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._at(self.now + delay_s, action)
+
+    def _provisioned(self) -> int:
+        return sum(1 for w in self.workers.values() if w.provisioned)
+
+    def _account(self) -> None:
+        """Account for the time since the last change."""
+        seconds = self.now - self._accounted_s
+        self._accounted_s = self.now
+        count = self._provisioned()
+        self.least, self.most = min(self.least, count), max(self.most, count)
+        if seconds <= 0 or not count:
+            return
+        self.provisioned_s += seconds * count
+        ideal_s = self.ideal.step_s(count)
+        if self.phase != "running":
+            self.account.idle(seconds, ideal_s, self._cause)
+            return
+        assert self.plan is not None
+        passed = self.progress.run_to(self.now)
+        there_s = self.ideal.step_s(len(self.plan.workers))
+        usual_s, pace_s = self._pace
+        paces = [("absent", there_s), ("plan", usual_s), ("straggler", pace_s)]
+        self.account.train(passed, ideal_s, paces)
+
+    def _stop(self, cause: str) -> None:
+        """Training stops because of ``cause``; the step under way is discarded unless voted."""
+        self._account()
+        if self.phase == "running":
+            self._take_snapshots()
+            under_way_s = self.progress.trained_s()
+            near_end = self.progress.step_s - under_way_s <= self.spec.times.vote_s
+            self._voted = near_end and not self.progress.is_saving
+            self.progress.break_off()
+            if under_way_s > 0:
+                self.account.lose(under_way_s / self.progress.step_s, cause)
+                self.replayed += not self._voted
+        self.phase, self._cause = "stopped", cause
+
+    def _take_snapshots(self) -> None:
+        """What the members' memories have of the newest two snapshot steps."""
+        assert self.plan is not None
+        every, committed = self.spec.snapshot_every, self.progress.committed
+        newest = committed - committed % every
+        steps = [s for s in (newest - every, newest) if s > self._began_at_step]
+        if not steps:
+            return
+        members = [self.workers[w] for w in self.plan.workers]
+        for i, mine in enumerate(members):
+            # Each sends its own to its neighbour.
+            stages = {*mine.stages, *members[i - 1].stages}
+            kept = {snapshot for snapshot in mine.snapshots if len(steps) < 2}
+            if kept:
+                last = max(step for step, _ in kept)
+                kept = {snapshot for snapshot in kept if snapshot[0] == last}
+            mine.snapshots = tuple(sorted(kept | {(s, stage) for s in steps for stage in stages}))
+
+    # Incidents
+
+    def _meet(self, incident: Incident) -> None:
+        self._account()
+        match incident.cause:
+            case "straggler":
+                self._slow_down(incident)
+            case "added":
+                for w in incident.workers:
+                    worker = self.workers.setdefault(w, _Worker(False))
+                    worker.provisioned, worker.away_until_s = True, self.now
+                    self._later(self.spec.times.respawn_s, partial(self._start, w))
+                self.seen["added"] += len(incident.workers)
+            case "preempted":
+                self._leave(incident)
+            case "removed":
+                for w in incident.workers:
+                    self.workers[w].provisioned = False
+                self.seen["removed"] += len(incident.workers)
+                self._end(incident, self.spec.times.notice_s, certain=True)
+            case "partition":
+                self._split(incident)
+            case cause:
+                hung = cause == "hang"
+                times = self.spec.times
+                self._end(incident, times.lease_s if hung else times.notice_s, certain=True)
+
+    def _alive(self, workers: Iterable[int]) -> list[int]:
+        return [w for w in workers if w in self.workers and self.workers[w].peer is not None]
+
+    def _end(self, incident: Incident, notice_s: float, *, certain: bool) -> None:
+        """Processes end or fall silent, and come back when their devices do."""
+        for w in incident.workers:
+            if w in self.workers:
+                worker = self.workers[w]
+                worker.away_until_s = max(worker.away_until_s, self.now + incident.away_s)
+        struck = self._alive(incident.workers)
+        if not struck:
+            return
+        if incident.cause != "removed":
+            self.seen[incident.cause] += 1
+            self.intervals.rate.watch(self.now)
+        members = self._members()
+        if any(self.workers[w].peer in members for w in struck):
+            self._stop(incident.cause)
+        ended = []
+        for w in struck:
+            worker = self.workers[w]
+            assert worker.peer is not None
+            ended.append(worker.peer)
+            worker.peer, worker.stages, worker.snapshots = None, (), ()
+            wait_s = self.now + (notice_s if incident.cause == "hang" else 0.0)
+            if incident.cause in ("crash", "hang"):
+                self.ledger.record(self.now, w, "hang" if incident.cause == "hang" else "crash")
+                wait_s = max(wait_s, self.ledger.admission(w).at_s)
+            back_s = max(wait_s, worker.away_until_s)
+            if worker.provisioned and back_s < math.inf:
+                self._at(back_s + self.spec.times.respawn_s, partial(self._start, w))
+        what = "has ended" if certain else f"was silent for {self.spec.times.lease_s:g} s"
+        losses = [core.Lost(peer, what, certain) for peer in ended]
+        if self.machine is not None and self.machine.me.peer in ended:
+            self._hand_over()
+        self._later(notice_s, lambda: self._notice(losses))
+
+    def _split(self, incident: Incident) -> None:
+        """A group is cut off; it ends without the log, unless it is back before it is missed."""
+        lease_s = self.spec.times.lease_s
+        if incident.away_s >= lease_s:
+            self._end(incident, lease_s, certain=False)
+        elif self.phase == "running" and self._alive(incident.workers):
+            self.seen["partition"] += 1
+            self.phase, self._cause = "paused", "partition"
+            self._later(incident.away_s, self._resume)
+
+    def _resume(self) -> None:
+        if self.phase == "paused":
+            self._account()
+            self.phase = "running"
+            self.progress.at_s = self.now
+
+    def _leave(self, incident: Incident) -> None:
+        going = self._alive(incident.workers)
+        for w in going:
+            self.workers[w].leaving = True
+        if not going:
+            return
+        self.seen["preempted"] += len(going)
+        if self.machine is not None and self.machine.me.peer.worker in going:
+            # Who leaves does not lead.
+            self._hand_over()
+        self._ask("leave")
+
+    def _slow_down(self, incident: Incident) -> None:
+        for w in self._alive(incident.workers):
+            worker = self.workers[w]
+            worker.slow, worker.slow_until_s = incident.factor, self.now + incident.away_s
+            self.seen["straggler"] += 1
+            self._later(incident.away_s, self._recover)
+        self._set_pace()
+
+    def _recover(self) -> None:
+        self._account()
+        for worker in self.workers.values():
+            if worker.slow_until_s <= self.now:
+                worker.slow = 1.0
+        self._set_pace()
+
+    def _set_pace(self) -> None:
+        if self.plan is None or self.phase != "running":
+            return
+        slow = {w: f for w in self.plan.workers if (f := self.workers[w].slow) != 1.0}
+        usual_s = self.spec.step_time(self.plan, {})
+        pace_s = self.spec.step_time(self.plan, slow) if slow else usual_s
+        self._pace = (usual_s, pace_s)
+        self.progress.change_pace(pace_s)
+
+    # The leader's machine
+
+    def _members(self) -> frozenset[Peer]:
+        if self.machine is None or self.machine.newest is None:
+            return frozenset()
+        return self.machine.newest.peers()
+
+    def _tell(self, *events: core.Event) -> None:
+        """Tell the machine, and do what it says."""
+        assert self.machine is not None
+        for instruction in self.machine.step(self.now, *events):
+            match instruction:
+                case core.Interrupt(reason):
+                    self._later(self.spec.times.agree_s / 2, partial(self._regroup, reason))
+                case core.Announce(announcement):
+                    self._announce(announcement)
+                case core.Propose(proposal):
+                    self._propose(proposal)
+                case core.Answer(number) if self.machine.state == "answering":
+                    self._later(self.spec.times.agree_s / 2, partial(self._answer, number))
+                case core.Enter(proposal):
+                    self._enter(proposal)
+                case core.Withdraw():
+                    self._withdraw()
+
+    def _start(self, w: int) -> None:
+        """A process starts, where there is a device for it, and announces itself."""
+        worker = self.workers[w]
+        if not worker.provisioned or worker.peer is not None or worker.away_until_s > self.now:
+            return
+        peer = Peer(w, f"{w}.{worker.lives}")
+        self.workers[w] = replace(
+            worker, peer=peer, lives=worker.lives + 1, round=1, since=0, leaving=False
+        )
+        self.ledger.joined(self.now, w)
+        if self.machine is None:
+            self._look_anew()
+            return
+        number = self.machine.number
+        if self.machine.state == "gathering" and self._leader(self._members()) == peer:
+            self._hand_over()
+            return
+        self._tell(core.Announced(Announcement(peer, seen=number, round=1)))
+        self._admit()
+
+    def _admit(self) -> None:
+        if self.machine is not None and self.machine.joiners():
+            self._ask("join")
+
+    def _ask(self, cause: str) -> None:
+        """Let all regroup at the next step boundary, because somebody joins or leaves."""
+        if self.phase != "running" or self._asked == self.generations:
+            return
+        self._account()
+        self._asked = number = self.generations
+        self._later(self.progress.to_boundary_s(), lambda: self._at_boundary(number, cause))
+
+    def _at_boundary(self, number: int, cause: str) -> None:
+        if self.phase == "running" and number == self.generations:
+            self._stop(cause)
+            self._later(
+                self.spec.times.agree_s / 2, lambda: self._regroup(f"somebody wants to {cause}")
+            )
+
+    def _notice(self, losses: list[core.Lost]) -> None:
+        for lost in losses:
+            self._lost[lost.peer] = lost
+        if self.machine is not None:
+            self._tell(*losses)
+
+    def _regroup(self, reason: str) -> None:
+        """All members leave the generation and say where they stand."""
+        machine = self.machine
+        if machine is not None and machine.state == "member":
+            self._tell(core.Regroup(self._standing(machine.me.peer.worker), reason))
+
+    def _standing(self, w: int) -> Announcement:
+        worker = self.workers[w]
+        assert worker.peer is not None
+        began = bool(worker.stages) and worker.since > 0
+        return Announcement(
+            worker.peer,
+            since=worker.since,
+            committed=self.progress.committed if began else 0,
+            pending=began and self._voted,
+            voted=began and self._voted,
+            stages=() if self.spec.sharded else worker.stages,
+            snapshots=worker.snapshots,
+            leaving=worker.leaving,
+        )
+
+    def _announce(self, mine: Announcement) -> None:
+        """The leader announced itself; so do all other members that live."""
+        assert self.machine is not None
+        said: list[core.Event] = [core.Announced(mine)]
+        for peer in sorted(self._members() - {mine.peer}):
+            worker = self.workers[peer.worker]
+            if worker.peer == peer:
+                worker.round += 1
+                standing = replace(
+                    self._standing(peer.worker),
+                    seen=mine.seen,
+                    round=worker.round,
+                    unreachable=mine.unreachable,
+                )
+                said.append(core.Announced(standing))
+        self._tell(*said)
+        self._tick()
+
+    def _tick(self) -> None:
+        """Time passes for a machine that waits."""
+        machine = self.machine
+        if machine is not None and machine.state == "gathering":
+            self._later(TICK_S, lambda: self._wake(machine))
+
+    def _wake(self, machine: Membership) -> None:
+        if machine is self.machine and machine.state == "gathering":
+            self._tell(core.Tick())
+            self._tick()
+
+    def _propose(self, proposal: Proposal) -> None:
+        require(proposal.number == self.generations + 1, "a number was left out")
+        workers = proposal.workers()
+        require(len(set(workers)) == len(workers), "two lives of one worker in a generation")
+        require(len(workers) >= self.spec.min_workers, f"{len(workers)} members are too few")
+        for peer in proposal.peers():
+            gone = self._lost.get(peer)
+            require(gone is None, f"{peer} is proposed although it was lost")
+        self.generations = proposal.number
+        self._tell(core.Proposed(proposal))
+
+    def _answer(self, number: int) -> None:
+        machine = self.machine
+        if machine is None or machine.state != "answering" or machine.number != number:
+            return
+        answers = [
+            core.Answered(number, peer)
+            for peer in sorted(self._members())
+            if self.workers[peer.worker].peer == peer
+        ]
+        self._tell(*answers)
+
+    def _withdraw(self) -> None:
+        """The leader was left out, as it asked: another one leads."""
+        assert self.machine is not None
+        worker = self.workers[self.machine.me.peer.worker]
+        require(worker.leaving, "the leader withdraws without having asked for it")
+        worker.peer, worker.stages, worker.snapshots = None, (), ()
+        self._depart()
+        self._hand_over()
+
+    def _depart(self) -> None:
+        """Processes that were left out as they asked end."""
+        members = self._members()
+        for worker in self.workers.values():
+            if worker.leaving and worker.peer is not None and worker.peer not in members:
+                worker.peer, worker.stages, worker.snapshots = None, (), ()
+
+    def _hand_over(self) -> None:
+        """See things through the machine of the lowest worker that is left."""
+        old = self.machine
+        assert old is not None
+        self.machine, self._last = None, old.newest
+        self._look_anew()
+        new: Membership | None = self.machine
+        if old.state == "gathering" and new is not None and new.state == "member":
+            self._later(self.spec.times.agree_s / 2, partial(self._regroup, "the leader is gone"))
+
+    def _leader(self, former: frozenset[Peer]) -> Peer:
+        """Who proposes: the lowest of the former members that are left, else of the newcomers."""
+        living = [(w.leaving, p) for w in self.workers.values() if (p := w.peer) is not None]
+        return min(living, key=lambda found: (found[1] not in former, *found))[1]
+
+    def _look_anew(self) -> None:
+        """Bring up a machine with what the job's log says, where anybody is alive."""
+        living = [p for w in self.workers.values() if (p := w.peer) is not None]
+        if not living:
+            return
+        newest = self._last
+        former = newest.peers() if newest is not None else frozenset()
+        me = self._leader(former)
+        self.machine = Membership(Announcement(me), self.spec.membership_policy())
+        log: list[core.Event] = [core.Announced(Announcement(me, round=1))]
+        if newest is not None:
+            log += [core.Announced(a) for a in newest.members if a.peer != me]
+            log.append(core.Proposed(newest))
+        if me in former:
+            assert newest is not None
+            own = next(a for a in newest.members if a.peer == me)
+            self.machine.step(self.now, core.Regroup(own, "takes over"), *log)
+            if self.workers[me.worker].since == newest.number:
+                answers = [core.Answered(newest.number, p) for p in newest.peers()]
+                self.machine.step(self.now, *answers)
+        else:
+            self._tell(core.Regroup(Announcement(me), "started"), *log)
+        known = self.machine.number
+        losses = [self._lost[p] for p in sorted(former) if p in self._lost]
+        newcomers = [
+            core.Announced(Announcement(p, seen=known, round=1))
+            for p in living
+            if p not in former and p != me
+        ]
+        self._tell(*losses, *newcomers)
+        if self.machine is not None and self.machine.state == "answering":
+            self._later(self.spec.times.agree_s / 2, lambda: self._answer(known))
+        self._tick()
+
+    # A generation
+
+    def _enter(self, proposal: Proposal) -> None:
+        """All have answered: plan, settle, move states, rebuild."""
+        number, members = proposal.number, proposal.members
+        require(number == self.generations, "enters another generation than the newest")
+        self._depart()
+        workers = proposal.workers()
+        veterans = any(a.since for a in members)
+        if self.plan is None or not veterans:
+            plan = make_plan(self.spec.layout, workers, number)
+        else:
+            plan = replan(self.plan, workers, number, proposal.reason)
+        settlement = settle(members, plan.num_stages, sharded=self.spec.sharded)
+        moves = transfers(plan, settlement, members)
+        check_plan(plan, number, workers)
+        self._check_settlement(proposal, settlement, plan.num_stages)
+        self.tiers[settlement.tier] += 1
+        for w in workers:
+            self.workers[w].since = number
+        load_s = self.spec.load_s if settlement.tier == 2 and number > 1 else 0.0
+        ready_s = self.spec.times.rebuild_s + self._transfer_s(moves) + load_s
+        self._later(ready_s, lambda: self._begin(proposal, plan, settlement))
+
+    def _check_settlement(self, proposal: Proposal, settled: Settlement, num_stages: int) -> None:
+        memories = [(a, self._memory(a)) for a in proposal.members]
+        best = best_step(memories, num_stages, sharded=self.spec.sharded)
+        require(settled.step == best, f"goes on from {settled.step} where {best} is to be had")
+        if settled.tier == 0 and not self.spec.sharded:
+            require(settled.step >= self.progress.committed, "committed steps were lost")  # type: ignore[operator]
+
+    def _memory(self, announcement: Announcement) -> Memory:
+        """What a member really holds, whatever it announced."""
+        worker = self.workers[announcement.peer.worker]
+        if worker.peer != announcement.peer or not worker.stages:
+            return Memory(snapshots=set(announcement.snapshots))
+        at = self.progress.committed
+        return Memory(
+            committed=at,
+            pending=self._voted,
+            voted=self._voted,
+            knows_vote=True,
+            stages=dict.fromkeys(worker.stages, at),
+            snapshots=set(worker.snapshots),
+        )
+
+    def _transfer_s(self, moves: Sequence[Transfer]) -> float:
+        """Seconds until all states have moved: the busiest link decides."""
+        links: Counter[tuple[str, int]] = Counter()
+        for move in moves:
+            links["from", move.source] += 1
+            links["to", move.target] += 1
+        self.states_moved += len(moves)
+        busiest = max(links.values(), default=0)
+        return busiest * self.spec.stage_bytes / self.spec.bandwidth_bytes_s
+
+    def _begin(self, proposal: Proposal, plan: Plan, settlement: Settlement) -> None:
+        """The first step of a generation begins, unless it has been broken since."""
+        machine, number = self.machine, proposal.number
+        if machine is None or machine.state != "member" or machine.number != number:
+            return
+        peers = {p.worker: p for p in proposal.peers()}
+        if machine.interrupted >= number or any(
+            self.workers[w].peer != p for w, p in peers.items()
+        ):
+            return
+        self._account()
+        self._go_on_from(settlement)
+        if self.plan is not None:
+            self.microbatches_moved += _moved(self.plan, plan)
+        self.plan = plan
+        held: dict[int, list[int]] = {w: [] for w in plan.workers}
+        for stage, holders in enumerate(plan.holders):
+            for w in holders:
+                held[w].append(stage)
+        for w, stages in held.items():
+            self.workers[w].stages = tuple(stages)
+        self._voted = False
+        self._began_at_step = self.progress.committed
+        self.phase = "running"
+        self.progress.at_s, self.progress.into_s = self.now, 0.0
+        self._set_pace()
+        interval = self.intervals.interval(self.progress.step_s)
+        self.progress.every, self.progress.save_s = interval.steps, self.spec.save_s
+        self.quality.append((self.now, self.ideal.step_s(len(plan.workers)) / self._pace[0]))
+        if machine.me.peer != self._leader(self._members()):
+            self._hand_over()
+        self._admit()
+        if any(self.workers[w].leaving for w in plan.workers):
+            self._ask("leave")
+
+    def _go_on_from(self, settlement: Settlement) -> None:
+        """Go back or forward to the settled step."""
+        progress = self.progress
+        step = settlement.step if settlement.step is not None else progress.durable
+        if settlement.tier == 2 and self.plan is not None:
+            self.intervals.rate.failed(self.now)
+        if step > progress.committed:
+            require(self._voted and step == progress.committed + 1, "a step from nowhere")
+            progress.committed = step
+            self.account.commit(1)
+            self.account.lose(-1.0, self._cause)
+        elif step < progress.committed:
+            again = progress.roll_back(step)
+            self.replayed += again
+            self.account.commit(-again)
+            self.account.lose(again, self._cause)
+
+    def _check(self) -> None:
+        """What must hold after every event."""
+        progress = self.progress
+        require(progress.durable <= progress.committed, "a save of what is not committed")
+        if self.phase != "running":
+            return
+        assert self.plan is not None
+        require(self.machine is not None and self.machine.state == "member", "runs leaderless")
+        require(self.plan.generation == self.generations, "runs an older plan")
+
+
+def _moved(old: Plan, new: Plan) -> int:
+    """Microbatches of all stages that another worker executes now."""
+    return sum(
+        a != b
+        for before, after in zip(old.executors, new.executors, strict=True)
+        for a, b in zip(before, after, strict=True)
+    )
