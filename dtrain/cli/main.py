@@ -17,6 +17,7 @@ from dtrain.cli.eval import eval_command
 from dtrain.cli.inject import inject_command
 from dtrain.cli.join import join_command
 from dtrain.cli.run import CONTEXT, USAGE, run_command
+from dtrain.cli.simulate import simulate_command
 from dtrain.errors import DtrainError
 
 # Typer brings its own copy of this class or takes click's, depending on its version.
@@ -48,6 +49,7 @@ app.command("join")(join_command)
 app.command("eval")(eval_command)
 app.command("inject")(inject_command)
 app.command("chaos")(chaos_command)
+app.command("simulate")(simulate_command)
 app.command("env")(env_command)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dtrain.scheduler.costs import UNIFORM, Cluster
 from dtrain.scheduler.simulator.chance import Chance
 
 Cause = Literal[
@@ -82,13 +83,12 @@ class FailureModel:
             rate += workers / self.worker_every_s
         return rate + min(self.flapping, workers) / self.flap_every_s
 
-    def node_of(self, worker: int) -> int:
-        """The number of the worker's node."""
-        return worker // self.node_size
-
-    def rack_of(self, worker: int) -> int:
-        """The number of the worker's rack."""
-        return worker // self.rack_size
+    def domains(self, workers: Iterable[int]) -> Cluster:
+        """The failure domains of workers, where nodes or racks fail at all."""
+        if self.node_every_s is None and self.rack_every_s is None:
+            return UNIFORM
+        node, rack = self.node_size, self.rack_size
+        return Cluster(domains={w: (f"rack {w // rack}", f"node {w // node}") for w in workers})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from dtrain.scheduler.intervals import daly_s
-from dtrain.scheduler.planner import make_plan
 from dtrain.scheduler.simulator.failures import FailureModel, Incident
 from dtrain.scheduler.simulator.progress import Progress
 from dtrain.scheduler.simulator.report import Account, Ideal
@@ -183,8 +182,7 @@ class GangRun:
             i: f for i, w in enumerate(sorted(self.members)) if (f := self.slow.get(w)) is not None
         }
         if slow:
-            plan = make_plan(self.spec.layout, range(len(self.members)), 1)
-            pace_s = self.spec.step_time(plan, slow)
+            pace_s = self.spec.step_time(self.ideal.plan(len(self.members)), slow)
         self.progress.change_pace(pace_s)
 
     def _recover(self, workers: Iterable[int]) -> None:

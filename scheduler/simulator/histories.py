@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from dtrain.scheduler.costs import Cluster
 from dtrain.scheduler.simulator.chance import Chance
 from dtrain.scheduler.simulator.errors import InvariantError, require
 from dtrain.scheduler.simulator.world import World
 
 PEACE_S = 150.0
 """Seconds without faults within which a cluster must have settled."""
+_MOST = 64
 
 
 def any_world(seed: int) -> World:
     """A cluster whose shape depends on the seed alone."""
     chance = Chance("shape", seed)
     workers = chance.choice([2, 3, 3, 4, 4, 5])
+    nodes = chance.random() < 0.5
     return World.small(
         seed,
         workers=workers,
@@ -26,6 +29,9 @@ def any_world(seed: int) -> World:
         sharded=chance.random() < 0.2,
         closes_on_loss=chance.random() < 0.3,
         compute_s=chance.choice([0.1, 0.2, 0.4]),
+        # Up to two workers in a node; some may come that the job was not launched with.
+        cluster=Cluster(domains={w: (f"node {w // 2}",) for w in range(_MOST)} if nodes else {}),
+        relayout=chance.random() < 0.5,
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from itertools import pairwise
+from operator import lt
 from typing import TYPE_CHECKING
 
+from dtrain.scheduler.costs import UNIFORM, Cluster
+from dtrain.scheduler.domains import domain_labels, in_one_domain
 from dtrain.scheduler.events import Interrupt, MembershipPolicy, Peer, Proposal
-from dtrain.scheduler.plan import Plan
+from dtrain.scheduler.plan import Orders, Plan
 from dtrain.scheduler.recovery import Settlement
 from dtrain.scheduler.simulator.errors import require
 from dtrain.scheduler.simulator.training import Course, best_step
@@ -15,11 +19,14 @@ if TYPE_CHECKING:
     from dtrain.scheduler.simulator.process import Life
 
 
-def check_plan(plan: Plan, number: int, members: Collection[int]) -> None:
+def check_plan(
+    plan: Plan, number: int, members: Collection[int], cluster: Cluster = UNIFORM
+) -> None:
     """A plan is of its generation and members, and does all the work once.
 
     Every (stage, microbatch) has one executor, which holds the stage; every stage has
-    ``min(redundancy, workers)`` holders or more; every worker's actions are those it executes.
+    ``min(redundancy, workers)`` holders or more, not all of them in one failure domain where that
+    can be avoided; every worker's actions are those that it executes.
 
     Raises:
         InvariantError: as ``require``.
@@ -27,14 +34,36 @@ def check_plan(plan: Plan, number: int, members: Collection[int]) -> None:
     workers, layout = set(members), plan.layout
     require(set(plan.workers) == workers, f"a plan for {plan.workers}, not for the members")
     require(plan.generation == number, f"a plan of generation {plan.generation} in {number}")
+    require(len(plan.holders) == len(plan.executors) == layout.num_stages, "stages are missing")
     least = min(layout.redundancy, len(workers))
-    mine: dict[int, list[tuple[int, int]]] = {w: [] for w in workers}
+    labels = domain_labels(cluster, sorted(workers)) if least > 1 else {}
     for stage, (held, runs) in enumerate(zip(plan.holders, plan.executors, strict=True)):
         require(len(runs) == layout.microbatches, f"stage {stage} runs {len(runs)} microbatches")
         holding = set(held)
         require(holding <= workers, f"stage {stage} is held by strangers")
         require(len(holding) == len(held) >= least, f"stage {stage} has holders {held}")
         require(holding.issuperset(runs), f"stage {stage} is executed by others than its holders")
+        require(not in_one_domain(held, labels), f"one domain has all copies of stage {stage}")
+    if isinstance(plan.actions, Orders):
+        _check_orders(plan, plan.actions)
+    else:
+        _check_actions(plan)
+
+
+def _check_orders(plan: Plan, orders: Orders) -> None:
+    """Orders sort what the executors execute; planned starts rise along every microbatch's way."""
+    require(orders.executors == plan.executors, "orders of other executors")
+    require(set(orders.workers) == set(plan.workers), "orders of other workers")
+    way = [*orders.forward, *reversed(orders.backward)]
+    require(len(way) == 2 * plan.num_stages, "starts of other stages")
+    for before, after in pairwise(way):
+        rising = all(map(lt, before, after)) and len(before) == len(after)
+        require(rising, "an action is planned before what it needs")
+
+
+def _check_actions(plan: Plan) -> None:
+    mine: dict[int, list[tuple[int, int]]] = {w: [] for w in plan.workers}
+    for stage, runs in enumerate(plan.executors):
         for microbatch, worker in enumerate(runs):
             mine[worker].append((stage, microbatch))
     for worker, pairs in mine.items():
@@ -49,7 +78,8 @@ class Invariants:
     """The invariants of the whole cluster, seen from outside.
 
     ``standing``: the proposal of each generation. ``commits``: the steps that each generation
-    committed. ``tiers``: the tier of recovery that each generation started from.
+    committed. ``tiers``: the tier of recovery that each generation started from. ``on_commit``: is
+    told the generation and number of each step that is committed.
     """
 
     living: list[Life]
@@ -57,6 +87,7 @@ class Invariants:
     current: dict[int, Life]
     policy: MembershipPolicy
     sharded: bool
+    cluster: Cluster
 
     def __init__(self) -> None:
         self.standing: dict[int, Proposal] = {}
@@ -72,6 +103,7 @@ class Invariants:
         self.progress = 0
         self.durable = 0
         self.tiers: list[int] = []
+        self.on_commit: Callable[[int, int], None] | None = None
 
     def record(self, life: Life | None, arrow: str, what: object) -> None:
         """Keep a line of the story."""
@@ -171,7 +203,7 @@ class Invariants:
         self.tiers.append(settlement.tier)
         self.record(None, "==", f"generation {number} starts: {settlement.reason}")
         self.record(None, "==", f"plan: {plan.describe()} ({plan.reason})")
-        check_plan(plan, number, course.peers)
+        check_plan(plan, number, course.peers, self.cluster)
         memories = [(a, self.lives[a.peer].memory) for a in course.members]
         best = best_step(memories, plan.num_stages, sharded=self.sharded)
         require(
@@ -196,6 +228,8 @@ class Invariants:
         require(not done or step == done[-1] + 1, "steps were left out or are done twice")
         done.append(step)
         self.record(None, "==", f"generation {number} commits step {step}")
+        if self.on_commit is not None:
+            self.on_commit(number, step)
 
     def saved(self, step: int) -> None:
         """A checkpoint is durable: all members have written it."""

@@ -16,18 +16,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dtrain.scheduler import events as core
+from dtrain.scheduler.costs import Cluster
 from dtrain.scheduler.events import Announcement, Peer, Proposal
 from dtrain.scheduler.intervals import FailureRate, IntervalPolicy, SaveCost
 from dtrain.scheduler.membership import ImpossibleTransitionError, Membership
-from dtrain.scheduler.plan import Plan
+from dtrain.scheduler.plan import Orders, Plan
 from dtrain.scheduler.planner import make_plan, replan
 from dtrain.scheduler.recovery import Settlement, Transfer, settle, transfers
+from dtrain.scheduler.relayout import replan_or_relayout
 from dtrain.scheduler.risk import RiskLedger
 from dtrain.scheduler.simulator.errors import InvariantError, require
 from dtrain.scheduler.simulator.failures import FailureModel, Incident
 from dtrain.scheduler.simulator.invariants import check_plan
 from dtrain.scheduler.simulator.progress import Progress
-from dtrain.scheduler.simulator.report import Account, Ideal
+from dtrain.scheduler.simulator.report import Account, Ideal, moved_microbatches
 from dtrain.scheduler.simulator.spec import JobSpec
 from dtrain.scheduler.simulator.training import Memory, best_step
 
@@ -68,7 +70,7 @@ class LeaderRun:
     ) -> None:
         self.spec, self.duration_s, self.failures = spec, duration_s, failures
         self.account = Account()
-        self.ideal = Ideal(spec.layout, spec.step_time)
+        self.ideal = Ideal(spec.layout, spec.step_time, spec.costs)
         self.ledger = RiskLedger()
         mtbf_s = 1 / max(failures.losses_per_s(spec.workers), 1e-9)
         self.intervals = IntervalPolicy(
@@ -92,6 +94,9 @@ class LeaderRun:
         self._accounted_s = 0.0
         self._pace = (1.0, 1.0)
         self._last: Proposal | None = None
+        self._step_s: dict[int, float] = {}
+        self._known_slow: dict[int, float] = {}
+        self._allows_for_slow = False
         self._voted = False
         self._asked = 0
         self._began_at_step = 0
@@ -103,8 +108,7 @@ class LeaderRun:
 
     def run(self) -> LeaderRun:
         """Go through everything that happens before the end."""
-        for w in self.workers:
-            self._at(0.0, partial(self._start, w))
+        self._at(0.0, self._start_all)
         try:
             while self._queue and self._queue[0][0] <= self.duration_s:
                 self.now, _, action = heapq.heappop(self._queue)
@@ -148,6 +152,9 @@ class LeaderRun:
         passed = self.progress.run_to(self.now)
         there_s = self.ideal.step_s(len(self.plan.workers))
         usual_s, pace_s = self._pace
+        if self._allows_for_slow:
+            # The plan itself allows for a straggler.
+            usual_s = there_s
         paces = [("absent", there_s), ("plan", usual_s), ("straggler", pace_s)]
         self.account.train(passed, ideal_s, paces)
 
@@ -282,6 +289,7 @@ class LeaderRun:
             self.seen["straggler"] += 1
             self._later(incident.away_s, self._recover)
         self._set_pace()
+        self._watch_speeds()
 
     def _recover(self) -> None:
         self._account()
@@ -289,15 +297,40 @@ class LeaderRun:
             if worker.slow_until_s <= self.now:
                 worker.slow = 1.0
         self._set_pace()
+        self._watch_speeds()
+
+    def _watch_speeds(self) -> None:
+        """After some steps at the new speeds the load is moved."""
+        if self.spec.rebalance_steps:
+            self._later(self.spec.rebalance_steps * self.progress.step_s, self._rebalance)
+
+    def _rebalance(self) -> None:
+        slow = {w: worker.slow for w, worker in self.workers.items() if worker.slow != 1.0}
+        if slow == self._known_slow:
+            return
+        self._known_slow = slow
+        self._ask("straggler")
 
     def _set_pace(self) -> None:
         if self.plan is None or self.phase != "running":
             return
         slow = {w: f for w in self.plan.workers if (f := self.workers[w].slow) != 1.0}
-        usual_s = self.spec.step_time(self.plan, {})
+        usual_s = self._usual_s()
         pace_s = self.spec.step_time(self.plan, slow) if slow else usual_s
         self._pace = (usual_s, pace_s)
         self.progress.change_pace(pace_s)
+
+    def _usual_s(self) -> float:
+        """Seconds of a step where nobody is slow."""
+        assert self.plan is not None
+        number = self.plan.generation
+        if number not in self._step_s:
+            count = len(self.plan.workers)
+            # A plan that was laid out anew is the ideal one with other workers in its places.
+            same = _starts(self.plan) is _starts(self.ideal.plan(count)) is not None
+            step_s = self.ideal.step_s(count) if same else self.spec.step_time(self.plan, {})
+            self._step_s = {number: step_s}
+        return self._step_s[number]
 
     # The leader's machine
 
@@ -324,16 +357,27 @@ class LeaderRun:
                 case core.Withdraw():
                     self._withdraw()
 
-    def _start(self, w: int) -> None:
-        """A process starts, where there is a device for it, and announces itself."""
+    def _start_all(self) -> None:
+        """The job begins."""
+        for w in self.workers:
+            self._new_life(w)
+        self._look_anew()
+
+    def _new_life(self, w: int) -> Peer | None:
         worker = self.workers[w]
         if not worker.provisioned or worker.peer is not None or worker.away_until_s > self.now:
-            return
-        peer = Peer(w, f"{w}.{worker.lives}")
-        self.workers[w] = replace(
-            worker, peer=peer, lives=worker.lives + 1, round=1, since=0, leaving=False
-        )
+            return None
+        peer = worker.peer = Peer(w, f"{w}.{worker.lives}")
+        worker.lives, worker.round, worker.since = worker.lives + 1, 1, 0
+        worker.leaving = False
         self.ledger.joined(self.now, w)
+        return peer
+
+    def _start(self, w: int) -> None:
+        """A process starts, where there is a device for it, and announces itself."""
+        peer = self._new_life(w)
+        if peer is None:
+            return
         if self.machine is None:
             self._look_anew()
             return
@@ -375,36 +419,36 @@ class LeaderRun:
         if machine is not None and machine.state == "member":
             self._tell(core.Regroup(self._standing(machine.me.peer.worker), reason))
 
-    def _standing(self, w: int) -> Announcement:
+    def _standing(
+        self, w: int, round: int = 0, seen: int = 0, unreachable: tuple[Peer, ...] = ()
+    ) -> Announcement:
+        """What a worker says of itself."""
         worker = self.workers[w]
         assert worker.peer is not None
         began = bool(worker.stages) and worker.since > 0
         return Announcement(
             worker.peer,
-            since=worker.since,
-            committed=self.progress.committed if began else 0,
-            pending=began and self._voted,
-            voted=began and self._voted,
-            stages=() if self.spec.sharded else worker.stages,
-            snapshots=worker.snapshots,
-            leaving=worker.leaving,
+            worker.since,
+            seen,
+            self.progress.committed if began else 0,
+            began and self._voted,
+            began and self._voted,
+            () if self.spec.sharded else worker.stages,
+            worker.snapshots,
+            round,
+            worker.leaving,
+            unreachable,
         )
 
     def _announce(self, mine: Announcement) -> None:
         """The leader announced itself; so do all other members that live."""
-        assert self.machine is not None
         said: list[core.Event] = [core.Announced(mine)]
-        for peer in sorted(self._members() - {mine.peer}):
+        for peer in sorted(self._members(), key=lambda p: p.worker):
             worker = self.workers[peer.worker]
-            if worker.peer == peer:
+            if worker.peer == peer and peer != mine.peer:
                 worker.round += 1
-                standing = replace(
-                    self._standing(peer.worker),
-                    seen=mine.seen,
-                    round=worker.round,
-                    unreachable=mine.unreachable,
-                )
-                said.append(core.Announced(standing))
+                says = self._standing(peer.worker, worker.round, mine.seen, mine.unreachable)
+                said.append(core.Announced(says))
         self._tell(*said)
         self._tick()
 
@@ -436,7 +480,7 @@ class LeaderRun:
             return
         answers = [
             core.Answered(number, peer)
-            for peer in sorted(self._members())
+            for peer in sorted(self._members(), key=lambda p: p.worker)
             if self.workers[peer.worker].peer == peer
         ]
         self._tell(*answers)
@@ -514,21 +558,37 @@ class LeaderRun:
         require(number == self.generations, "enters another generation than the newest")
         self._depart()
         workers = proposal.workers()
-        veterans = any(a.since for a in members)
-        if self.plan is None or not veterans:
-            plan = make_plan(self.spec.layout, workers, number)
-        else:
-            plan = replan(self.plan, workers, number, proposal.reason)
+        plan = self._plan(proposal)
         settlement = settle(members, plan.num_stages, sharded=self.spec.sharded)
         moves = transfers(plan, settlement, members)
-        check_plan(plan, number, workers)
+        check_plan(plan, number, workers, self._cluster(workers))
         self._check_settlement(proposal, settlement, plan.num_stages)
         self.tiers[settlement.tier] += 1
         for w in workers:
             self.workers[w].since = number
         load_s = self.spec.load_s if settlement.tier == 2 and number > 1 else 0.0
         ready_s = self.spec.times.rebuild_s + self._transfer_s(moves) + load_s
-        self._later(ready_s, lambda: self._begin(proposal, plan, settlement))
+        slow = not self._known_slow.keys().isdisjoint(workers)
+        self._later(ready_s, partial(self._begin, proposal, plan, settlement, slow))
+
+    def _plan(self, proposal: Proposal) -> Plan:
+        number, reason = proposal.number, proposal.reason
+        workers, spec = proposal.workers(), self.spec
+        cluster = self._cluster(workers)
+        if self.plan is None or not any(a.since for a in proposal.members):
+            return make_plan(spec.layout, workers, number, spec.costs, cluster)
+        if not spec.relayout:
+            return replan(self.plan, workers, number, reason, spec.costs, cluster)
+        # Where nobody is slow, one plan does for all sets of so many workers.
+        fresh = self.ideal.plan(len(workers)) if not cluster.slowness else None
+        return replan_or_relayout(
+            self.plan, workers, number, reason, spec.costs, cluster, fresh=fresh
+        )
+
+    def _cluster(self, workers: Iterable[int]) -> Cluster:
+        """What is known of the workers: where they stand, and who has been slow for a while."""
+        slowness = {w: self._known_slow[w] for w in workers if w in self._known_slow}
+        return replace(self.failures.domains(workers), slowness=slowness)
 
     def _check_settlement(self, proposal: Proposal, settled: Settlement, num_stages: int) -> None:
         memories = [(a, self._memory(a)) for a in proposal.members]
@@ -562,7 +622,9 @@ class LeaderRun:
         busiest = max(links.values(), default=0)
         return busiest * self.spec.stage_bytes / self.spec.bandwidth_bytes_s
 
-    def _begin(self, proposal: Proposal, plan: Plan, settlement: Settlement) -> None:
+    def _begin(
+        self, proposal: Proposal, plan: Plan, settlement: Settlement, allows_for_slow: bool
+    ) -> None:
         """The first step of a generation begins, unless it has been broken since."""
         machine, number = self.machine, proposal.number
         if machine is None or machine.state != "member" or machine.number != number:
@@ -575,7 +637,7 @@ class LeaderRun:
         self._account()
         self._go_on_from(settlement)
         if self.plan is not None:
-            self.microbatches_moved += _moved(self.plan, plan)
+            self.microbatches_moved += moved_microbatches(self.plan, plan)
         self.plan = plan
         held: dict[int, list[int]] = {w: [] for w in plan.workers}
         for stage, holders in enumerate(plan.holders):
@@ -584,13 +646,16 @@ class LeaderRun:
         for w, stages in held.items():
             self.workers[w].stages = tuple(stages)
         self._voted = False
+        self._allows_for_slow = allows_for_slow
         self._began_at_step = self.progress.committed
         self.phase = "running"
         self.progress.at_s, self.progress.into_s = self.now, 0.0
         self._set_pace()
         interval = self.intervals.interval(self.progress.step_s)
         self.progress.every, self.progress.save_s = interval.steps, self.spec.save_s
-        self.quality.append((self.now, self.ideal.step_s(len(plan.workers)) / self._pace[0]))
+        if not self._allows_for_slow:
+            quality = self.ideal.step_s(len(plan.workers)) / self._pace[0]
+            self.quality.append((self.now, quality))
         if machine.me.peer != self._leader(self._members()):
             self._hand_over()
         self._admit()
@@ -625,10 +690,6 @@ class LeaderRun:
         require(self.plan.generation == self.generations, "runs an older plan")
 
 
-def _moved(old: Plan, new: Plan) -> int:
-    """Microbatches of all stages that another worker executes now."""
-    return sum(
-        a != b
-        for before, after in zip(old.executors, new.executors, strict=True)
-        for a, b in zip(before, after, strict=True)
-    )
+def _starts(plan: Plan) -> object:
+    """The table of planned starts, by which equal orders are known; None where there is none."""
+    return plan.actions.forward if isinstance(plan.actions, Orders) else None

@@ -23,7 +23,9 @@ class Life:
     """A worker's process from its start to its end, as its machine and its memory know it.
 
     ``told``: whom it was told to be lost, and whether for certain. ``cut_off_s``: since when it
-    cannot reach the log. ``slow``: how many times longer than usual its compute takes.
+    cannot reach the log. ``slow``: how many times longer than usual its compute takes. ``turns``:
+    how often its machine was told something; ``looked``: that and the troubles of others when there
+    was last nobody to look at.
     """
 
     def __init__(self, world: World, peer: Peer, policy: MembershipPolicy) -> None:
@@ -38,6 +40,8 @@ class Life:
         self.told: set[tuple[Peer, bool]] = set()
         self.woken: list[Do] = []
         self.turn_due = False
+        self.turns = 0
+        self.looked = (-1, -1)
         self.to_do: list[core.Instruction] = []
         self.cut_off_s: float | None = None
         self.slow = 1.0
@@ -57,6 +61,7 @@ class Life:
     def turn(self) -> None:
         """Read the log, tell the machine, carry out what it says."""
         self.turn_due = False
+        self.turns += 1
         if self.to_do or not self.world.reaches_log(self):
             # The log blocks; a loss is only acted on when it answers again.
             return

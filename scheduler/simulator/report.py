@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dtrain.scheduler.costs import StepCosts
 from dtrain.scheduler.plan import Layout, Plan
 from dtrain.scheduler.planner import make_plan
 from dtrain.scheduler.simulator.progress import Passed
@@ -15,22 +16,22 @@ from dtrain.scheduler.simulator.steptime import StepTime
 class Ideal:
     """What a plan made afresh for so many workers would do without any fault."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        step_time: StepTime,
-        fresh: Callable[[Layout, int], Plan] | None = None,
-    ) -> None:
-        self._layout, self._step_time = layout, step_time
-        self._fresh = fresh or (lambda layout, count: make_plan(layout, range(count), 1))
-        self._known: dict[int, float] = {}
+    def __init__(self, layout: Layout, step_time: StepTime, costs: StepCosts | None = None) -> None:
+        self._layout, self._step_time, self._costs = layout, step_time, costs
+        self._plans: dict[int, Plan] = {}
+        self._steps_s: dict[int, float] = {}
+
+    def plan(self, workers: int) -> Plan:
+        """The plan on workers 0 to ``workers - 1``, at least 1."""
+        if workers not in self._plans:
+            self._plans[workers] = make_plan(self._layout, range(workers), 1, self._costs)
+        return self._plans[workers]
 
     def step_s(self, workers: int) -> float:
-        """Seconds of a step on ``workers`` workers, at least 1."""
-        if workers not in self._known:
-            plan = self._fresh(self._layout, workers)
-            self._known[workers] = self._step_time(plan, {})
-        return self._known[workers]
+        """Seconds of its step."""
+        if workers not in self._steps_s:
+            self._steps_s[workers] = self._step_time(self.plan(workers), {})
+        return self._steps_s[workers]
 
 
 @dataclass
@@ -87,7 +88,8 @@ class Report:
     ``goodput``: steps committed over those that the provisioned workers would have committed
     without faults. ``goodput_gang_restart``: the same where every loss stops all workers, which
     start again from the newest checkpoint. ``utilisation``: seconds of compute that count, over all
-    provisioned workers' seconds; bubbles and uneven shares count as lost here.
+    provisioned workers' seconds; bubbles and uneven shares count as lost here (None where the cost
+    of an action is not known).
     ``lost_by_cause``: seconds of the whole cluster; they sum to ``(1 - goodput) * duration_s``.
     ``steps_replayed``: steps that were begun or committed and had to be done again.
     ``plan_quality``: (time in s, step time of a plan made afresh over that of the plan in use).
@@ -99,10 +101,12 @@ class Report:
     duration_s: float
     goodput: float
     goodput_gang_restart: float | None
-    utilisation: float
+    utilisation: float | None
     lost_by_cause: dict[str, float]
+    lost_by_cause_gang_restart: dict[str, float]
     steps_committed: int
     steps_replayed: int
+    steps_replayed_gang_restart: int | None
     data_moved_bytes: int
     states_moved: int
     microbatches_moved: int
@@ -125,6 +129,16 @@ class Report:
         for name, value in raw.items():
             if isinstance(value, float):
                 raw[name] = round(value, 6)
-        raw["lost_by_cause"] = {k: round(v, 3) for k, v in sorted(self.lost_by_cause.items())}
+        for name in ("lost_by_cause", "lost_by_cause_gang_restart"):
+            raw[name] = {k: round(v, 3) for k, v in sorted(raw[name].items())}
         raw["plan_quality"] = [[round(t, 3), round(q, 4)] for t, q in self.plan_quality]
         return raw
+
+
+def moved_microbatches(old: Plan, new: Plan) -> int:
+    """Microbatches of all stages that another worker executes now."""
+    return sum(
+        a != b
+        for before, after in zip(old.executors, new.executors, strict=True)
+        for a, b in zip(before, after, strict=True)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dtrain.scheduler.costs import StepCosts
 from dtrain.scheduler.events import MembershipPolicy
 from dtrain.scheduler.plan import Layout
 from dtrain.scheduler.simulator.steptime import StepTime
@@ -32,15 +33,20 @@ class RecoveryTimes:
 class JobSpec:
     """The job that is simulated.
 
-    ``stage_bytes``: parameters and optimizer state of a stage. ``bandwidth_bytes_s``: of a worker's
-    link. ``sharded``: optimizer state is split over a stage's holders. ``save_s``: what a durable
-    checkpoint takes from training; ``load_s``: to start from one. ``longest_interval_s``: most time
-    between two checkpoints. ``gang_restart_s``: what a restart of all processes takes.
+    ``costs``: what the planner believes of a step; None: all microbatches of all stages are alike.
+    ``step_time``: what a plan's step takes. ``stage_bytes``: parameters and optimizer state of a
+    stage. ``bandwidth_bytes_s``: of a worker's link. ``sharded``: optimizer state is split over a
+    stage's holders. ``save_s``: what a durable checkpoint takes from training; ``load_s``: to start
+    from one. ``longest_interval_s``: most time between two checkpoints. ``gang_restart_s``: what a
+    restart of all processes takes. ``rebalance_steps``: after so many steps a straggler's speed is
+    known and load is moved; 0: never. ``relayout``: the work may be laid out anew at a change of
+    membership; else only ``replan`` is used.
     """
 
     layout: Layout
     workers: int
     step_time: StepTime
+    costs: StepCosts | None = None
     min_workers: int = 1
     stage_bytes: int = 100_000_000
     bandwidth_bytes_s: float = 1e9
@@ -50,6 +56,8 @@ class JobSpec:
     load_s: float = 5.0
     longest_interval_s: float = 3600.0
     gang_restart_s: float = 6.6
+    rebalance_steps: int = 10
+    relayout: bool = True
     times: RecoveryTimes = field(default_factory=RecoveryTimes)
     policy: MembershipPolicy | None = None
 

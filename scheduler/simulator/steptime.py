@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dtrain.scheduler.plan import Plan
+from dtrain.scheduler.costs import TICKS_PER_S, StepCosts
+from dtrain.scheduler.plan import Layout, Plan
 
 StepTime = Callable[[Plan, Mapping[int, float]], float]
 """Seconds of one step of a plan, where ``slow[w]`` times the usual time is what ``w`` takes."""
@@ -15,7 +16,7 @@ StepTime = Callable[[Plan, Mapping[int, float]], float]
 class EvenCosts:
     """Every forward of a microbatch on a stage takes the same time, and so every backward.
 
-    ``fixed_s``: what a step takes besides (exact sum, vote, update).
+    ``fixed_s``: what a step takes besides (exact sum, vote, update). Transfers take no time.
     """
 
     forward_s: float
@@ -23,20 +24,25 @@ class EvenCosts:
     fixed_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.forward_s <= 0 or self.backward_s <= 0 or self.fixed_s < 0:
+        if min(self.forward_s, self.backward_s) * TICKS_PER_S < 1 or self.fixed_s < 0:
             raise ValueError(
-                f"step cost: expected forward and backward above 0 s, got {self.forward_s} and "
-                f"{self.backward_s}"
+                "step cost: expected forward and backward of 1 ns or more and the rest of 0 or "
+                f"more, got {self.forward_s}, {self.backward_s} and {self.fixed_s} s"
             )
 
+    def costs(self, layout: Layout) -> StepCosts:
+        """What the planner is told."""
+        forward = (round(self.forward_s * TICKS_PER_S),) * layout.microbatches
+        backward = (round(self.backward_s * TICKS_PER_S),) * layout.microbatches
+        return StepCosts((forward,) * layout.num_stages, (backward,) * layout.num_stages)
+
     def __call__(self, plan: Plan, slow: Mapping[int, float]) -> float:
-        """Seconds of one step: transfers take no time, every worker keeps its order of actions."""
+        """Seconds of one step of a plan that was made with :meth:`costs`."""
         return self.fixed_s + makespan(plan, self.forward_s, self.backward_s, slow)
 
-    def busy_s(self, plan: Plan) -> float:
+    def busy_s(self, layout: Layout) -> float:
         """Seconds of compute in one step, over all workers."""
-        pairs = plan.num_stages * plan.layout.microbatches
-        return pairs * (self.forward_s + self.backward_s)
+        return layout.num_stages * layout.microbatches * (self.forward_s + self.backward_s)
 
 
 def makespan(

@@ -125,6 +125,7 @@ class Course:
         require(there, f"is said to have stage {stage} at step {step}")
 
     def _send_state(self, stage: int, target: int, step: int) -> None:
+        self.world.states_moved += 1
         self.world.send(self, self.peers[target], lambda c: c.receive(stage, step))
 
     def receive(self, stage: int, step: int) -> None:

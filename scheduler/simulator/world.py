@@ -11,12 +11,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from dtrain.scheduler import events as core
+from dtrain.scheduler.costs import UNIFORM, Cluster
 from dtrain.scheduler.events import Announcement, MembershipPolicy, Peer
 from dtrain.scheduler.plan import Layout, Plan
 from dtrain.scheduler.planner import even_cuts, make_plan, replan
 from dtrain.scheduler.recovery import Settlement, settle
+from dtrain.scheduler.relayout import replan_or_relayout
 from dtrain.scheduler.simulator.chance import Chance
 from dtrain.scheduler.simulator.clock import Clock, Do
 from dtrain.scheduler.simulator.errors import require
@@ -40,6 +43,7 @@ class Shape:
     stage's holders. ``lease_s``: silence after which a peer counts as lost. ``respawn_s``: from a
     process's end to its next life. ``closes_on_loss``: who loses a peer closes its connection, and
     the peer takes that for its end. ``snapshot_every``, ``checkpoint_every``: in steps.
+    ``cluster``: failure domains. ``relayout``: the work may be laid out anew.
     """
 
     layout: Layout
@@ -54,6 +58,8 @@ class Shape:
     split_s: float = 2.0
     snapshot_every: int = 3
     checkpoint_every: int = 4
+    cluster: Cluster = UNIFORM
+    relayout: bool = False
 
 
 class World(Invariants):
@@ -82,8 +88,10 @@ class World(Invariants):
             shape.world_size, shape.min_workers, shape.gather_s, shape.split_s
         )
         self.layout, self.sharded = shape.layout, shape.sharded
+        self.cluster = shape.cluster
         self.snapshot_every, self.checkpoint_every = shape.snapshot_every, shape.checkpoint_every
         self.snapshots_kept = 2
+        self.states_moved = 0
         self.compute_time: Callable[[Course], float] = lambda course: shape.compute_s
         self.clock = Clock()
         self.log: list[tuple[core.Event, Plan | None]] = []
@@ -98,6 +106,7 @@ class World(Invariants):
         self.lines: deque[Line] = deque(maxlen=story_length)
         # Ended or stopped: in a whole network, nobody else need be looked at.
         self._suspects: set[Peer] = set()
+        self._changes = 0
         # Generations of which a member has ended.
         self._struck: set[int] = set()
         self._made: dict[tuple[int, int], tuple[Plan | None, Plan, Settlement]] = {}
@@ -114,11 +123,11 @@ class World(Invariants):
         microbatches: int = 4,
         redundancy: int = 2,
         jitter: bool = True,
-        **shape: float,
+        **shape: Any,
     ) -> World:
         """A world of a few workers. ``shape``: further fields of ``Shape``."""
         layout = Layout(even_cuts(stages, stages), microbatches, redundancy)
-        return cls(seed, Shape(layout, workers, **shape), jitter=jitter)  # type: ignore[arg-type]
+        return cls(seed, Shape(layout, workers, **shape), jitter=jitter)
 
     # Time
 
@@ -234,9 +243,10 @@ class World(Invariants):
         if key not in self._made:
             workers, number = proposal.workers(), proposal.number
             if old is None:
-                plan = make_plan(self.layout, workers, number)
+                plan = make_plan(self.layout, workers, number, None, self.cluster)
             else:
-                plan = replan(old, workers, number, proposal.reason)
+                again = replan_or_relayout if self.shape.relayout else replan
+                plan = again(old, workers, number, proposal.reason, None, self.cluster)
             settlement = settle(proposal.members, plan.num_stages, sharded=self.sharded)
             # The old plan is kept too, so that no other comes to have its id.
             self._made[key] = old, plan, settlement
@@ -255,7 +265,8 @@ class World(Invariants):
     def _probe(self) -> None:
         """Notice who is silent, who has ended, who waits for the log; and let machines tick."""
         self.clock.at(self.now + PROBE_S, None, self._probe)
-        whole = self.network.whole and not self.silent_s
+        whole = self.network.whole
+        suspects = self._suspects | {peer for _, peer in self.silent_s} if whole else None
         for life in list(self.living):
             if life.stopped:
                 continue
@@ -263,9 +274,16 @@ class World(Invariants):
                 self._cut_off(life)
             elif life.machine.state in ("gathering", "answering"):
                 life.soon()
-            watched = life.machine.watched()
-            for peer in sorted(watched & self._suspects if whole else watched):
-                self._look_at(life, peer)
+            if suspects is None:
+                for peer in sorted(life.machine.watched()):
+                    self._look_at(life, peer)
+            elif life.looked != (key := (life.turns, self._changes)):
+                pending = sorted(life.machine.watched() & suspects)
+                for peer in pending:
+                    self._look_at(life, peer)
+                if not pending:
+                    # Until it hears something or somebody else is in trouble, nothing changes.
+                    life.looked = key
 
     def _cut_off(self, life: Life) -> None:
         """Without the log a generation trains on, but not for as long as others wait for it."""
@@ -279,6 +297,7 @@ class World(Invariants):
         heard = self.network.connected(peer.worker, life.peer.worker)
         both = heard and self.network.connected(life.peer.worker, peer.worker)
         if not other.alive and both:
+            self.silent_s.pop((life.peer, peer), None)
             self._tell_lost(life, peer, "has ended", True)
         elif other.alive and not other.stopped and heard:
             self.silent_s.pop((life.peer, peer), None)
@@ -330,6 +349,9 @@ class World(Invariants):
             return
         life.alive, life.stopped = False, False
         self._suspects.add(life.peer)
+        self._changes += 1
+        for pair in [pair for pair in self.silent_s if pair[0] == life.peer]:
+            del self.silent_s[pair]
         self._struck.add(self.entered.get(life.peer, 0))
         self.living.remove(life)
         self.record(life, "**", why)
@@ -374,6 +396,7 @@ class World(Invariants):
         if life.alive:
             life.stopped = True
             self._suspects.add(life.peer)
+            self._changes += 1
             self.record(life, "**", "is stopped")
 
     def wake(self, life: Life) -> None:
@@ -404,6 +427,7 @@ class World(Invariants):
     def heal(self) -> None:
         """Mend the network."""
         self.network.heal()
+        self._changes += 1
         self.record(None, "**", "network mended")
         for life in self.living:
             life.cut_off_s = None
