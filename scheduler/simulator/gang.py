@@ -14,12 +14,9 @@ from functools import partial
 
 from dtrain.scheduler.intervals import daly_s
 from dtrain.scheduler.simulator.failures import FailureModel, Incident
-from dtrain.scheduler.simulator.progress import Progress
+from dtrain.scheduler.simulator.progress import MOMENT_S, Progress
 from dtrain.scheduler.simulator.report import Account, Ideal
 from dtrain.scheduler.simulator.spec import JobSpec
-
-_MOMENT_S = 1e-6
-"""What a step under way must have taken to count as begun."""
 
 
 class GangRun:
@@ -130,8 +127,8 @@ class GangRun:
             return
         if restart:
             if self.running:
-                again = self.progress.roll_back(self.progress.durable)
                 self._lose_work(incident.cause)
+                again = self.progress.roll_back(self.progress.durable)
                 self.replayed += again
                 self.account.commit(-again)
                 self.account.lose(again, incident.cause)
@@ -143,7 +140,7 @@ class GangRun:
     def _lose_work(self, cause: str) -> None:
         under_way_s = self.progress.trained_s()
         self.progress.break_off()
-        if under_way_s > _MOMENT_S:
+        if under_way_s > MOMENT_S:
             self.replayed += 1
             self.account.lose(under_way_s / self.progress.step_s, cause)
 

@@ -28,7 +28,7 @@ from dtrain.scheduler.risk import RiskLedger
 from dtrain.scheduler.simulator.errors import InvariantError, require
 from dtrain.scheduler.simulator.failures import FailureModel, Incident
 from dtrain.scheduler.simulator.invariants import check_plan
-from dtrain.scheduler.simulator.progress import Progress
+from dtrain.scheduler.simulator.progress import MOMENT_S, Progress
 from dtrain.scheduler.simulator.report import Account, Ideal, moved_microbatches
 from dtrain.scheduler.simulator.spec import JobSpec
 from dtrain.scheduler.simulator.training import Memory, best_step
@@ -169,7 +169,7 @@ class LeaderRun:
             self.progress.break_off()
             if under_way_s > 0:
                 self.account.lose(under_way_s / self.progress.step_s, cause)
-                self.replayed += not self._voted
+                self.replayed += under_way_s > MOMENT_S and not self._voted
         self.phase, self._cause = "stopped", cause
 
     def _take_snapshots(self) -> None:
@@ -398,7 +398,8 @@ class LeaderRun:
             return
         self._account()
         self._asked = number = self.generations
-        self._later(self.progress.to_boundary_s(), lambda: self._at_boundary(number, cause))
+        wait_s = self.progress.to_boundary_s() + MOMENT_S / 2
+        self._later(wait_s, partial(self._at_boundary, number, cause))
 
     def _at_boundary(self, number: int, cause: str) -> None:
         if self.phase == "running" and number == self.generations:
@@ -525,9 +526,9 @@ class LeaderRun:
         former = newest.peers() if newest is not None else frozenset()
         me = self._leader(former)
         self.machine = Membership(Announcement(me), self.spec.membership_policy())
-        log: list[core.Event] = [core.Announced(Announcement(me, round=1))]
+        log: list[core.Event] = []
         if newest is not None:
-            log += [core.Announced(a) for a in newest.members if a.peer != me]
+            log += [core.Announced(a) for a in newest.members]
             log.append(core.Proposed(newest))
         if me in former:
             assert newest is not None
@@ -537,7 +538,7 @@ class LeaderRun:
                 answers = [core.Answered(newest.number, p) for p in newest.peers()]
                 self.machine.step(self.now, *answers)
         else:
-            self._tell(core.Regroup(Announcement(me), "started"), *log)
+            self._tell(*log, core.Regroup(Announcement(me), "started"))
         known = self.machine.number
         losses = [self._lost[p] for p in sorted(former) if p in self._lost]
         newcomers = [
@@ -654,6 +655,7 @@ class LeaderRun:
         interval = self.intervals.interval(self.progress.step_s)
         self.progress.every, self.progress.save_s = interval.steps, self.spec.save_s
         if not self._allows_for_slow:
+            self.ideal.learn(plan, self._pace[0])
             quality = self.ideal.step_s(len(plan.workers)) / self._pace[0]
             self.quality.append((self.now, quality))
         if machine.me.peer != self._leader(self._members()):

@@ -41,8 +41,7 @@ class ProcessRun:
     ) -> None:
         self.spec, self.duration_s = spec, duration_s
         policy = spec.membership_policy()
-        ideal_s = spec.step_time
-        self.ideal = Ideal(spec.layout, ideal_s)
+        self.ideal = Ideal(spec.layout, spec.step_time)
         every = max(1, round(spec.longest_interval_s / self.ideal.step_s(spec.workers)))
         most = max([spec.workers, *(w + 1 for i in incidents for w in i.workers)])
         shape = Shape(
@@ -138,6 +137,7 @@ class ProcessRun:
 
     def _new_plan(self, plan: Plan) -> None:
         usual_s = self._step_s(plan)
+        self.ideal.learn(plan, usual_s)
         self.quality.append((self.world.now, self.ideal.step_s(len(plan.workers)) / usual_s))
         if self._last is not None:
             self.microbatches_moved += moved_microbatches(self.world.plans[self._last[0]], plan)

@@ -8,6 +8,9 @@ from typing import NamedTuple
 _EPSILON = 1e-9
 """In steps: what rounding may take from a whole one."""
 
+MOMENT_S = 1e-6
+"""What a step must have taken to count as begun."""
+
 
 class Passed(NamedTuple):
     """What came of some time: steps committed, and seconds spent on steps and on saves."""

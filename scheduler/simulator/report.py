@@ -8,7 +8,8 @@ from typing import Any
 
 from dtrain.scheduler.costs import StepCosts
 from dtrain.scheduler.plan import Layout, Plan
-from dtrain.scheduler.planner import make_plan
+from dtrain.scheduler.planner import make_plan, replan
+from dtrain.scheduler.relayout import relabelled
 from dtrain.scheduler.simulator.progress import Passed
 from dtrain.scheduler.simulator.steptime import StepTime
 
@@ -24,7 +25,11 @@ class Ideal:
     def plan(self, workers: int) -> Plan:
         """The plan on workers 0 to ``workers - 1``, at least 1."""
         if workers not in self._plans:
-            self._plans[workers] = make_plan(self._layout, range(workers), 1, self._costs)
+            costs = self._costs or StepCosts.even(self._layout)
+            plan = make_plan(self._layout, range(workers), 1, costs)
+            levelled = replan(plan, range(workers), 1, "levelled", costs)
+            # Where the work cannot be divided evenly, workers of several stages may do better.
+            self._plans[workers] = min(plan, levelled, key=lambda p: self._step_time(p, {}))
         return self._plans[workers]
 
     def step_s(self, workers: int) -> float:
@@ -32,6 +37,14 @@ class Ideal:
         if workers not in self._steps_s:
             self._steps_s[workers] = self._step_time(self.plan(workers), {})
         return self._steps_s[workers]
+
+    def learn(self, plan: Plan, step_s: float) -> None:
+        """A plan that came about is better than the one made afresh: from now on it is ideal."""
+        count = len(plan.workers)
+        if step_s < self.step_s(count):
+            self._steps_s[count] = step_s
+            places = {w: i for i, w in enumerate(plan.workers)}
+            self._plans[count] = relabelled(plan, places, 1, plan.reason)
 
 
 @dataclass
