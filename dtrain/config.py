@@ -115,6 +115,9 @@ class ParallelConfig(Section):
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     min_workers: int = Field(1, ge=1)
     threads_per_worker: int = Field(1, ge=1)
+    record_actions: bool = Field(
+        False, description="write the times of every step's actions to the run folder"
+    )
     timeout_s: float = Field(300.0, gt=0, description="longest wait for a peer before giving up")
 
 

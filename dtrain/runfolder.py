@@ -2,6 +2,7 @@
 
 ``config.yaml`` the resolved configuration, ``identity.json`` what decides the result,
 ``events.jsonl`` and ``metrics.jsonl`` one JSON object a line, ``run.json`` the run's summary,
+``actions-N.jsonl`` what worker N did when in each step (``parallel.record_actions``),
 ``tensorboard/`` scalars where TensorBoard is installed, ``checkpoints/`` by default.
 """
 
@@ -207,6 +208,17 @@ class RunFolder:
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The metrics so far, oldest first."""
         return self._lines("metrics.jsonl")
+
+    def actions(self, worker: int, record: dict[str, Any]) -> None:
+        """Append what ``worker`` did in a step to ``actions-WORKER.jsonl``."""
+        self._append(f"actions-{worker}.jsonl", record)
+
+    def action_records(self) -> dict[int, list[dict[str, Any]]]:
+        """Each worker's steps as they were recorded, oldest first."""
+        return {
+            int(file.stem.partition("-")[2]): list(self._lines(file.name))
+            for file in sorted(self.path.glob("actions-*.jsonl"))
+        }
 
     def write_run(self, record: RunRecord) -> None:
         """Replace ``run.json`` in one go: a reader sees the old or the new one, whole."""

@@ -16,6 +16,7 @@ from dtrain.runtime.comm import Communicator
 from dtrain.runtime.compute import Rows, StageCompute
 from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.inputs import MicrobatchInputs
+from dtrain.runtime.recorder import ActionRecorder
 from dtrain.runtime.transport import KIND_ACTIVATION, KIND_GRADIENT, Key, Transport
 from dtrain.scheduler import Action, Plan
 from dtrain.scheduler.membership import Peer
@@ -36,6 +37,7 @@ class Links:
     peers: Mapping[int, Peer]
     heartbeat: Heartbeat
     injector: Injector
+    recorder: ActionRecorder
 
 
 @dataclass
@@ -86,7 +88,9 @@ class Attempt:
             if microbatch not in self._inputs:
                 self._phase(f"sample microbatch {microbatch}")
                 self.links.injector.reach("sample", self.step, microbatch=microbatch)
+                began = time.perf_counter()
                 self._inputs[microbatch] = take(self.step, microbatch)
+                self.links.recorder.input(began)
             if action.kind == "F":
                 self._forward(action, seeds)
             else:
@@ -123,6 +127,7 @@ class Attempt:
             self.step, microbatch, self._inputs[microbatch], received, seeds
         )
         self.links.injector.after_action(time.perf_counter() - began)
+        self._record(action, began)
         if stage + 1 < self.plan.num_stages:
             out = self._send(self._key(KIND_ACTIVATION, stage + 1, microbatch), out)
         self._note(action, out)
@@ -137,9 +142,16 @@ class Attempt:
         began = time.perf_counter()
         out = self.computes[stage].backward(microbatch, received)
         self.links.injector.after_action(time.perf_counter() - began)
+        self._record(action, began)
         if stage > 0:
             out = self._send(self._key(KIND_GRADIENT, stage - 1, microbatch), out)
         self._note(action, out)
+
+    def _record(self, action: Action, began: float) -> None:
+        if self.number == 0:
+            times = self.computes[action.stage].layer_seconds
+            blocks = self._inputs[action.microbatch].blocks
+            self.links.recorder.action(action, began, blocks, times)
 
     def _key(self, kind: int, stage: int, microbatch: int) -> Key:
         return Key(kind + _ROUND * self.number, self.step, stage, microbatch)

@@ -7,6 +7,7 @@ bit are the same wherever the model is cut into stages. Gradients are taken with
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,7 @@ class StageCompute:
 
     ``grads[m][i]`` is the gradient of ``engine.parameters[i]`` from microbatch ``m``; ``losses[m]``
     its share of the step's mean loss (last stage only). Both are emptied by :meth:`reset`.
+    ``layer_seconds``: (layer, seconds) of the newest action.
     """
 
     def __init__(self, engine: StageEngine, layers: range, seed: int, *, is_last: bool) -> None:
@@ -57,6 +59,7 @@ class StageCompute:
         self._in_flight: dict[int, _InFlight] = {}
         self.grads: dict[int, list[Tensor | None]] = {}
         self.losses: dict[int, float] = {}
+        self.layer_seconds: list[tuple[int, float]] = []
 
     @property
     def device(self) -> torch.device:
@@ -88,8 +91,11 @@ class StageCompute:
             state = self._features(inputs)
         else:
             state = _one_or_all(received)
+        self.layer_seconds = []
         for index in self._layers:
+            began = time.perf_counter()
             state = self._run_layer(step, microbatch, index, inputs, state, flight)
+            self._time(index, began)
         outputs = flight.segments[-1].outputs
         if self._is_last:
             flight.loss = _loss(outputs, inputs, step_seeds)
@@ -106,10 +112,17 @@ class StageCompute:
         if flight.loss is not None:
             received = _loss_gradients(flight.loss, flight.segments[-1].outputs)
         assert received is not None
+        self.layer_seconds = []
         for segment in reversed(flight.segments):
+            began = time.perf_counter()
             received = self._run_layer_backward(segment, received, grads)
+            self._time(segment.layer, began)
         self.grads[microbatch] = grads
         return received
+
+    def _time(self, layer: int, began: float) -> None:
+        # A GPU runs behind: these are then the times of its queue, and right only as their sum.
+        self.layer_seconds.append((layer, time.perf_counter() - began))
 
     def _features(self, inputs: MicrobatchInputs) -> State:
         features = inputs.features

@@ -23,6 +23,7 @@ from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.inputs import InputFetcher, Prefetcher
 from dtrain.runtime.membership import Agreement, Roster
 from dtrain.runtime.partitions import Partitions
+from dtrain.runtime.recorder import ActionRecorder
 from dtrain.runtime.setup import Job
 from dtrain.runtime.state import Checkpoints, Progress, StageState, pack_json, unpack_json
 from dtrain.runtime.store_log import StoreLog
@@ -109,6 +110,7 @@ class Surroundings:
     injector: Injector
     own_group: Group
     on_event: Callable[..., None]
+    recorder: ActionRecorder
 
 
 class Generation:
@@ -350,6 +352,7 @@ class Generation:
             self.peers,
             self.around.heartbeat,
             self.around.injector,
+            self.around.recorder,
         )
         computes = {
             s: StageCompute(

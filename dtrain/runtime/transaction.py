@@ -117,19 +117,22 @@ class StepTransaction:
                 wrong. CannotGoOnError: somebody does, and it cannot be told who.
         """
         began = time.perf_counter()
-        reach = self._links.injector.reach
+        reach, recorder = self._links.injector.reach, self._links.recorder
+        recorder.begin(step, self._plan.generation)
         exact = bool(self._auditor.sample(step))
         attempt = Attempt(
             self._plan, self._worker, self._links, self._computes, self._source, step, exact=exact
         )
         attempt.run(prefetcher.take)
         self._auditor.check_sample(attempt)
+        at = time.perf_counter()
         self._phase("sum", step, waiting=True)
         found = {stage: self._reduce(stage, attempt) for stage in sorted(self._engines)}
         grads = {stage: g for stage, g in found.items() if g is not None}
         bad = len(grads) < len(found)
         if not bad:
             self.pending = Pending(step, grads)
+        at = recorder.phase("sum", at)
         self._phase("vote", step, waiting=True)
         reach("vote", step)
         ballot = self._vote(grads, attempt.losses, wishes, bad=bad)
@@ -139,9 +142,12 @@ class StepTransaction:
         else:
             assert self.pending is not None
             self.pending.vote = (ballot.loss, ballot.norm)
+            at = recorder.phase("vote", at)
             self._phase("apply", step)
             reach("apply", step)
             self.apply_pending(ballot.norm)
+            recorder.phase("apply", at)
+            recorder.commit()
         seeds, took = self._source.step_seeds(step), time.perf_counter() - began
         return Outcome(
             step, ballot.loss, ballot.norm, seeds, ballot.regroup, ballot.leaving, took, ballot.bad

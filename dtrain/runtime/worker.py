@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from dtrain.runtime.comm import first_line, lone_group
 from dtrain.runtime.generation import Generation, Holdings, Surroundings
 from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.membership import Roster
+from dtrain.runtime.recorder import ActionRecorder
 from dtrain.runtime.reporting import ProgressReport
 from dtrain.runtime.setup import prepare_job
 from dtrain.runtime.spec import TrainerSpec
@@ -108,6 +110,11 @@ class _Life:
             injector,
             lone_group(config.parallel.timeout_s),
             self._event,
+            ActionRecorder(
+                partial(self._folder.actions, spec.worker)
+                if config.parallel.record_actions
+                else None
+            ),
         )
         self._holdings = Holdings()
         self._sharded = zero_stage(config.deepspeed) > 0

@@ -1,0 +1,93 @@
+"""From a configuration to what the scheduler plans with: layer shapes, block sizes, costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from dtrain.config import Config
+from dtrain.data.batches import BatchSource
+from dtrain.data.store import GraphStore
+from dtrain.models.build import build_layers
+from dtrain.scheduler import Layout, StepCosts, even_cuts
+from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape, step_costs
+
+_ADAM_BYTES = 16
+_SGD_BYTES = 8
+
+
+def batch_source(config: Config, store: GraphStore) -> BatchSource:
+    """The microbatches that a run with this configuration trains on."""
+    return BatchSource(
+        store,
+        split=config.data.split,
+        sampler=config.sampler,
+        batch_size=config.train.batch_size,
+        microbatches=config.parallel.microbatches,
+        num_layers=config.model.layers,
+        seed=config.seed,
+    )
+
+
+def config_cuts(config: Config) -> tuple[int, ...]:
+    """The cuts that the configuration names: its own, or even ones."""
+    layers, parallel = config.model.layers, config.parallel
+    if parallel.cuts is not None:
+        return (0, *parallel.cuts, layers)
+    return even_cuts(layers, parallel.stages)
+
+
+def config_layout(config: Config) -> Layout:
+    """The layout that the configuration names."""
+    parallel = config.parallel
+    return Layout(
+        config_cuts(config), parallel.microbatches, parallel.redundancy, parallel.schedule
+    )
+
+
+def model_shapes(config: Config, store: GraphStore) -> list[LayerShape]:
+    """The shape of each of the model's layers."""
+    meta = store.meta
+    layers = build_layers(config.model, meta.num_features, meta.num_classes, config.seed)
+    return [layer_shape(layer) for layer in layers]
+
+
+def layer_shape(layer: nn.Module) -> LayerShape:
+    """The shape of a layer.
+
+    Widths are its ``in_features`` and ``out_features`` where it has them, else those of its largest
+    matrix.
+    """
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.dim() == 2]
+    widest = max(matrices, key=lambda p: p.numel(), default=None)
+    rows, columns = (widest.shape[0], widest.shape[1]) if widest is not None else (1, 1)
+    fan_in, fan_out = getattr(layer, "in_features", columns), getattr(layer, "out_features", rows)
+    count = sum(p.numel() for p in parameters)
+    return LayerShape(type(layer).__name__, int(fan_in), int(fan_out), count)
+
+
+def block_sizes(source: BatchSource, step: int, microbatches: int) -> list[list[BlockSize]]:
+    """The sizes of a step's blocks, ``[microbatch][layer]``, by sampling them."""
+    return [
+        [
+            BlockSize(block.nnz, block.num_src, block.num_dst)
+            for block in source.sample(step, m).blocks
+        ]
+        for m in range(microbatches)
+    ]
+
+
+def costs_of_sizes(
+    config: Config,
+    model: CostModel,
+    device: str,
+    shapes: Sequence[LayerShape],
+    cuts: Sequence[int],
+    sizes: Sequence[Sequence[BlockSize]],
+) -> StepCosts:
+    """The costs of a step under some cuts."""
+    optimizer = (config.deepspeed.get("optimizer") or {}).get("type", "Adam")
+    per_parameter = _SGD_BYTES if optimizer == "SGD" else _ADAM_BYTES
+    return step_costs(model, device, shapes, cuts, sizes, per_parameter)

@@ -1,0 +1,151 @@
+"""What a worker did when in its newest steps: for fitting the cost model and for drawing a step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dtrain.data.block import Block
+from dtrain.scheduler import Action
+from dtrain.scheduler.costmodel import BlockSize, CostModel, Direction, LayerShape
+
+KEPT_STEPS = 64
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """A layer's time in an action, and the block it ran on."""
+
+    layer: int
+    nnz: int
+    num_src: int
+    num_dst: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ActionRecord:
+    """An action's times in seconds of a clock that all processes of a machine share.
+
+    ``kind`` is ``F`` or ``B``.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    start_s: float
+    end_s: float
+    layers: tuple[LayerRecord, ...]
+
+
+@dataclass
+class StepRecord:
+    """One worker's step.
+
+    ``phases``: what it did besides actions (sum, vote, apply) -> (start, end). ``input_wait_s``:
+    how long it waited for samples.
+    """
+
+    step: int
+    generation: int
+    start_s: float
+    end_s: float = 0.0
+    actions: list[ActionRecord] = field(default_factory=list)
+    phases: dict[str, tuple[float, float]] = field(default_factory=dict)
+    input_wait_s: float = 0.0
+
+
+class ActionRecorder:
+    """Keeps the newest committed steps, and hands each to ``write`` as it is committed.
+
+    A step that is discarded is not kept: its times are those of a fault.
+    """
+
+    def __init__(self, write: Callable[[Entry], None] | None = None) -> None:
+        self._write = write
+        self._current: StepRecord | None = None
+        self.steps: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
+
+    def begin(self, step: int, generation: int) -> None:
+        """A step begins, or begins anew."""
+        self._current = StepRecord(step, generation, time.perf_counter())
+
+    def action(
+        self,
+        action: Action,
+        began: float,
+        blocks: Mapping[int, Block],
+        layer_seconds: Sequence[tuple[int, float]],
+    ) -> None:
+        """An action that began at ``began`` (of ``time.perf_counter``) has ended."""
+        if self._current is None:
+            return
+        layers = tuple(
+            LayerRecord(i, blocks[i].nnz, blocks[i].num_src, blocks[i].num_dst, seconds)
+            for i, seconds in layer_seconds
+        )
+        record = ActionRecord(*action, began, time.perf_counter(), layers)
+        self._current.actions.append(record)
+
+    def input(self, began: float) -> None:
+        """A sample was waited for from ``began`` until now."""
+        if self._current is not None:
+            self._current.input_wait_s += time.perf_counter() - began
+
+    def phase(self, name: str, began: float) -> float:
+        """What else a step does, from ``began`` until now; returns now."""
+        now = time.perf_counter()
+        if self._current is not None:
+            self._current.phases[name] = (began, now)
+        return now
+
+    def commit(self) -> None:
+        """The step is committed."""
+        done, self._current = self._current, None
+        if done is None:
+            return
+        done.end_s = time.perf_counter()
+        self.steps.append(done)
+        if self._write is not None:
+            self._write(asdict(done))
+
+
+def step_record(raw: Mapping[str, Any]) -> StepRecord:
+    """The record that was written as ``raw``."""
+    actions = [
+        ActionRecord(
+            a["kind"],
+            a["stage"],
+            a["microbatch"],
+            a["start_s"],
+            a["end_s"],
+            tuple(LayerRecord(**layer) for layer in a["layers"]),
+        )
+        for a in raw["actions"]
+    ]
+    phases = {name: (start, end) for name, (start, end) in raw["phases"].items()}
+    head = (raw["step"], raw["generation"], raw["start_s"], raw["end_s"])
+    return StepRecord(*head, actions, phases, raw["input_wait_s"])
+
+
+def teach(
+    model: CostModel, device: str, shapes: Sequence[LayerShape], records: Iterable[StepRecord]
+) -> None:
+    """Let a cost model observe the actions and sums of one worker's steps.
+
+    What an action takes besides its layers counts as theirs, in proportion.
+    """
+    for record in records:
+        for action in record.actions:
+            inside = sum(layer.seconds for layer in action.layers)
+            whole = action.end_s - action.start_s
+            direction: Direction = "forward" if action.kind == "F" else "backward"
+            for layer in action.layers:
+                size = BlockSize(layer.nnz, layer.num_src, layer.num_dst)
+                seconds = layer.seconds * whole / inside if inside > 0 else 0.0
+                model.observe(device, direction, shapes[layer.layer], size, seconds)
