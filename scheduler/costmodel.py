@@ -24,8 +24,8 @@ Coefficients = tuple[float, float, float, float]
 """``a, b, c, d`` of :func:`terms`, in seconds."""
 
 DEFAULTS: Mapping[tuple[str, Direction], Coefficients] = {
-    ("cpu", "forward"): (1.0e-9, 4.0e-11, 1.0e-9, 2.0e-4),
-    ("cpu", "backward"): (1.5e-9, 1.0e-10, 2.0e-9, 3.0e-4),
+    ("cpu", "forward"): (2.0e-9, 1.0e-10, 5.0e-9, 3.0e-4),
+    ("cpu", "backward"): (3.0e-9, 2.0e-10, 4.0e-9, 5.0e-4),
     ("cuda", "forward"): (4.0e-12, 2.0e-13, 2.0e-12, 1.5e-4),
     ("cuda", "backward"): (6.0e-12, 4.0e-13, 4.0e-12, 2.5e-4),
 }
@@ -106,9 +106,12 @@ class CostModel:
         seen.append((terms(shape, size), seconds))
         self._fits.clear()
 
-    def observe_sum(self, parameter_bytes: int, seconds: float) -> None:
-        """Take in what the exact sums and updates of a worker's stages took in a step."""
-        self._sums.append(((0.0, 0.0, float(parameter_bytes), 1.0), seconds))
+    def observe_sum(self, parameter_bytes: int, stages: int, seconds: float) -> None:
+        """Take in what the exact sums and updates of a worker's stages took in a step.
+
+        ``parameter_bytes``: of all ``stages`` that it holds.
+        """
+        self._sums.append(((0.0, 0.0, float(parameter_bytes), float(stages)), seconds))
         self._fits.clear()
 
     def observe_step(self, predicted_s: float, measured_s: float) -> None:
@@ -173,7 +176,7 @@ class CostModel:
                 }
                 for key, seen in sorted(self._seen.items())
             ],
-            "sums": [[row[2], seconds] for row, seconds in list(self._sums)[-_KEPT_IN_JSON:]],
+            "sums": [[*row[2:], seconds] for row, seconds in list(self._sums)[-_KEPT_IN_JSON:]],
             "overheads": list(self._overheads),
         }
 
@@ -185,7 +188,7 @@ class CostModel:
             device, direction, kind, fan_in, fan_out = entry["key"]
             seen = model._seen[device, direction, kind, fan_in, fan_out] = deque(maxlen=WINDOW)
             seen.extend(((a, b, c, d), seconds) for a, b, c, d, seconds in entry["seen"])
-        model._sums.extend(((0.0, 0.0, size, 1.0), seconds) for size, seconds in raw["sums"])
+        model._sums.extend(((0.0, 0.0, size, n), seconds) for size, n, seconds in raw["sums"])
         model._overheads.extend(raw["overheads"])
         return model
 

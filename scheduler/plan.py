@@ -149,6 +149,10 @@ class Plan:
         """The stages whose parameters ``worker`` holds, lowest first."""
         return tuple(s for s, members in enumerate(self.holders) if worker in members)
 
+    def share_of(self, worker: int) -> int:
+        """How many (stage, microbatch) pairs ``worker`` executes."""
+        return sum(runs.count(worker) for runs in self.executors)
+
     def describe(self) -> str:
         """Holders and executors in a line, for logs."""
         parts = []

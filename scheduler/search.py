@@ -10,7 +10,13 @@ from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
 from dtrain.scheduler.domains import dealt_over_domains
 from dtrain.scheduler.order import Policy, order_actions
 from dtrain.scheduler.plan import Layout, Orders, Plan
-from dtrain.scheduler.planner import checked_members, longest_first, make_plan, replan
+from dtrain.scheduler.planner import (
+    FULL_ORDER_ACTIONS,
+    checked_members,
+    longest_first,
+    make_plan,
+    replan,
+)
 from dtrain.scheduler.predict import Prediction, longest_sum, predict
 
 SEARCH_ACTIONS = 50_000
@@ -77,6 +83,8 @@ def choose_plan(
     scheduling with more in flight, and a local search over the precedence of microbatches. Where
     nothing fits in memory, the stages that keep most recompute their activations.
 
+    A plan of more actions than a search may try a few times is made by the least load alone.
+
     ``staged``: only the assignments that give no worker another stage's work.
 
     Raises:
@@ -84,8 +92,12 @@ def choose_plan(
     """
     members = checked_members(workers)
 
+    large = 8 * layout.num_stages * layout.microbatches > SEARCH_ACTIONS
+
     def drafts(known: StepCosts) -> list[tuple[str, Plan]]:
         plan = make_plan(layout, members, generation, known, cluster)
+        if large:
+            return [("least load", plan)]
         drawn = [("", _dealt_in_turn(plan, known, cluster))]
         if len(members) > 1:
             drawn.append(("least load", plan))
@@ -115,11 +127,30 @@ def choose_replan(
     members = checked_members(workers)
 
     def drafts(known: StepCosts) -> list[tuple[str, Plan]]:
-        return [("", replan(old, members, generation, reason, known, cluster))]
+        plan = replan(old, members, generation, reason, known, cluster)
+        return [("", plan), *_whole_again(plan, old, known, cluster)]
 
     choice = _choose(drafts, costs, cluster, REPLAN_ACTIONS)
     plan = replace(choice.plan, reason=f"{choice.plan.reason}; {choice.reason}")
     return replace(choice, plan=plan)
+
+
+def best_replan(
+    old: Plan,
+    workers: Sequence[int],
+    generation: int,
+    reason: str,
+    costs: StepCosts,
+    cluster: Cluster = UNIFORM,
+) -> Plan:
+    """The plan to go on with after a fault: searched where it is small, else made at once.
+
+    Raises:
+        ValueError: as :func:`replan`.
+    """
+    if 2 * old.num_stages * old.layout.microbatches > FULL_ORDER_ACTIONS:
+        return replan(old, workers, generation, reason, costs, cluster)
+    return choose_replan(old, workers, generation, reason, costs, cluster).plan
 
 
 def reschedule(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Choice:
@@ -129,6 +160,22 @@ def reschedule(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Choi
     take it at any step boundary.
     """
     return _choose(lambda known: [("", plan)], costs, cluster, REPLAN_ACTIONS)
+
+
+def choose_balance(
+    plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM, *, may_hold: bool = False
+) -> Choice:
+    """The plan with its load levelled for the workers' speeds; members and generation stay.
+
+    Without ``may_hold`` every executor holds its stage already, so that nothing is transferred.
+    Nobody is left out for being slow: a worker keeps the share that it can finish in time.
+    """
+
+    def drafts(known: StepCosts) -> list[tuple[str, Plan]]:
+        level = _levelled(plan, known, cluster, may_hold)
+        return [("", level), *_whole_again(level, plan, known, cluster)]
+
+    return _choose(drafts, costs, cluster, REPLAN_ACTIONS)
 
 
 def _choose(draw: _Drafts, costs: StepCosts, cluster: Cluster, budget: int) -> Choice:
@@ -178,9 +225,9 @@ def _dealt_in_turn(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
     return _with(staged, executors, costs, cluster)
 
 
-def _levelled(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
+def _levelled(staged: Plan, costs: StepCosts, cluster: Cluster, may_hold: bool = True) -> Plan:
     work = Assignment(staged, staged.workers, costs, cluster)
-    work.level()
+    work.level(may_hold)
     holders = tuple(tuple(sorted(held)) for held in work.holders)
     executors = tuple(tuple(runs) for runs in work.executors)
     return _with(replace(staged, holders=holders), executors, costs, cluster)
@@ -193,6 +240,38 @@ def _whole(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
     runs = longest_first(total, order, cluster)
     held = tuple(tuple(sorted(set(runs) | set(held))) for held in staged.holders)
     return _with(replace(staged, holders=held), (runs,) * costs.num_stages, costs, cluster)
+
+
+def _whole_again(
+    plan: Plan, old: Plan, costs: StepCosts, cluster: Cluster
+) -> list[tuple[str, Plan]]:
+    """``plan`` with whole microbatches moved instead, where the old plan had whole ones only.
+
+    That is done as if there were but one stage, among the workers that hold all of them.
+    """
+    if plan.num_stages == 1 or any(runs != old.executors[0] for runs in old.executors):
+        return []
+    able = set(plan.holders[0]).intersection(*plan.holders[1:])
+    if not able:
+        return []
+    sums = replace(
+        costs,
+        forward=(tuple(map(sum, zip(*costs.forward, strict=True))),),
+        backward=(tuple(map(sum, zip(*costs.backward, strict=True))),),
+        state_bytes=(),
+    )
+    members = tuple(sorted(able))
+    one = replace(
+        old,
+        layout=replace(old.layout, cuts=(0, 1)),
+        holders=(members,),
+        executors=(old.executors[0],),
+    )
+    work = Assignment(one, members, sums, cluster)
+    work.fill_gaps()
+    work.level()
+    executors = (tuple(work.executors[0]),) * plan.num_stages
+    return [("whole microbatches", _with(plan, executors, costs, cluster))]
 
 
 def _with(

@@ -94,3 +94,36 @@ def checkpoint_command(
         typer.echo(
             f"a snapshot to a peer at each step: {report.snapshot_overhead_pct:+.1f} % step time"
         )
+
+
+@app.command()
+def schedule(
+    store: Annotated[
+        list[str] | None, typer.Option(help="graph store to take microbatches of; may be repeated")
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option(min=0, help="nodes of the generated graph; 0: none")
+    ] = 1_000_000,
+    real: Annotated[bool, typer.Option(help="train on the graphs to test predictions")] = True,
+    steps: Annotated[int, typer.Option(min=5, help="steps to predict, after 20 to fit")] = 40,
+    workers: Annotated[int, typer.Option(min=1, help="workers of the real runs")] = 2,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Plans against 1F1B and bounds, predictions against real runs, and planning at scale."""
+    from dtrain.bench.schedule import bench_schedule, summary
+
+    with tempfile.TemporaryDirectory(prefix="dtrain-bench-") as folder:
+        result = bench_schedule(
+            Path(folder),
+            stores=store or [],
+            nodes=nodes,
+            real=real,
+            steps=steps,
+            workers=workers,
+            say=lambda text: typer.echo(text, err=True),
+        )
+    if as_json:
+        typer.echo(json.dumps(asdict(result)))
+        return
+    for line in summary(result):
+        typer.echo(line)

@@ -78,7 +78,9 @@ def test_coefficients_are_never_negative() -> None:
 
 def test_it_goes_through_json() -> None:
     model = trained()
-    model.observe_sum(340_000, 0.003)
+    for _ in range(12):
+        model.observe_sum(340_000, 2, 0.003)
+    assert model.sum_seconds(170_000) == pytest.approx(0.0015, rel=0.01)
     model.observe_step(0.010, 0.012)
     told = CostModel.from_json(json.loads(json.dumps(model.as_json())))
     size = BlockSize(7000, 4000, 700)

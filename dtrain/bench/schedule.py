@@ -1,0 +1,326 @@
+"""How good the scheduler's plans and predictions are: against 1F1B, bounds, losses, and a real run.
+
+The sizes of microbatches are those of real samples and clusters of the graphs. Step times of plans
+come from the predictor; those of the real runs are measured.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dtrain.bench.losses import LossResult, measure_losses
+from dtrain.config import Config, check_config
+from dtrain.data.store import GraphStore
+from dtrain.data.synth import SynthSpec, synthesize
+from dtrain.data.writer import write_store
+from dtrain.errors import DtrainError
+from dtrain.planning import batch_source, block_sizes, costs_of_sizes, model_shapes
+from dtrain.recorded import RecordedRun, rank_correlation
+from dtrain.scheduler import Layout, StepCosts, even_cuts, make_plan
+from dtrain.scheduler.costmodel import BlockSize, CostModel
+from dtrain.scheduler.predict import predict
+from dtrain.scheduler.search import BASELINE, best_replan, choose_plan
+
+_FIT_STEPS = 20
+_SCALE = ((640, 256), (1280, 512), (2560, 1024), (5120, 2048), (10240, 4096))
+_SHAPES = ((2, 2, 8), (3, 3, 8), (3, 4, 16), (3, 16, 16))
+"""Stages, workers and microbatches of the cases."""
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Case:
+    """One comparison: step times in milliseconds, as predicted."""
+
+    graph: str
+    sampler: str
+    stages: int
+    workers: int
+    microbatches: int
+    size_ratio: float
+    plain_1f1b_ms: float
+    chosen_ms: float
+    staged_ms: float
+    lower_bound_ms: float
+    chosen: str
+
+
+@dataclass
+class RealRun:
+    """A real run's steps after the fit. ``error``: median relative error of step times.
+
+    ``correlation``: Spearman's over all actions of all steps.
+    """
+
+    graph: str
+    workers: int
+    steps: int
+    error: float
+    correlation: float
+    step_ms: float
+
+
+@dataclass
+class Scale:
+    """Seconds of a plan and milliseconds of a replan, least of three."""
+
+    workers: int
+    microbatches: int
+    plan_s: float
+    replan_ms: float
+
+
+@dataclass
+class ScheduleResult:
+    """What ``dtrain bench schedule`` reports; the worse of the graphs where there are several.
+
+    ``vs_1f1b_*``: chosen plan over plain 1F1B in arrival order; ``vs_1f1b_staged_geomean``: the
+    same where each worker runs its own stage only. ``vs_lower_bound_geomean``: chosen plan over
+    max(critical path, busiest worker). ``growth``: exponent of the time over the five sizes.
+    """
+
+    step_time_error_median: float | None
+    action_rank_correlation: float | None
+    vs_1f1b_geomean: float
+    vs_1f1b_max: float
+    vs_1f1b_staged_geomean: float
+    vs_lower_bound_geomean: float
+    plan_10240_s: float
+    replan_10240_ms: float
+    plan_growth: float
+    replan_growth: float
+    losses: LossResult
+    real: list[RealRun] = field(default_factory=list)
+    scale: list[Scale] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)
+
+
+def bench_schedule(
+    folder: Path,
+    *,
+    stores: Sequence[str],
+    nodes: int,
+    real: bool,
+    steps: int,
+    workers: int,
+    say: Say,
+) -> ScheduleResult:
+    """Run the benchmark in ``folder``.
+
+    ``stores``: graph stores to take microbatches of, besides a generated one of ``nodes`` nodes (0:
+    none). ``real``: also train on each of them for ``steps`` steps with ``workers`` workers.
+
+    Raises:
+        DtrainError: a store cannot be opened, there is none, or a job failed.
+    """
+    graphs = [(Path(url).name, url) for url in stores]
+    if nodes:
+        graphs.append((f"synthetic-{nodes}", _synthetic(folder, nodes, say)))
+    if not graphs:
+        raise DtrainError("--store, --nodes: expected at least one graph; name a store or nodes")
+    models, runs = dict[str, CostModel](), list[RealRun]()
+    for name, url in graphs:
+        models[name] = CostModel()
+        if real:
+            say(f"training {steps} steps on {name}")
+            runs.append(_real_run(folder, name, url, steps, workers, models[name]))
+    cases = []
+    for name, url in graphs:
+        say(f"planning for microbatches of {name}")
+        cases += list(_cases(name, url, models[name]))
+    say("losing workers of a 4x4 grid")
+    losses = measure_losses()
+    say("planning for up to 10,240 workers")
+    scale = [_scale(n, m) for n, m in _SCALE]
+    ratios = [c.chosen_ms / c.plain_1f1b_ms for c in cases]
+    return ScheduleResult(
+        step_time_error_median=max((r.error for r in runs), default=None),
+        action_rank_correlation=min((r.correlation for r in runs), default=None),
+        vs_1f1b_geomean=geomean(ratios),
+        vs_1f1b_max=max(ratios),
+        vs_1f1b_staged_geomean=geomean([c.staged_ms / c.plain_1f1b_ms for c in cases]),
+        vs_lower_bound_geomean=geomean([c.chosen_ms / c.lower_bound_ms for c in cases]),
+        plan_10240_s=scale[-1].plan_s,
+        replan_10240_ms=scale[-1].replan_ms,
+        plan_growth=_growth([(s.workers, s.plan_s) for s in scale]),
+        replan_growth=_growth([(s.workers, s.replan_ms) for s in scale]),
+        losses=losses,
+        real=runs,
+        scale=scale,
+        cases=cases,
+    )
+
+
+def summary(result: ScheduleResult) -> Iterator[str]:
+    """The results in lines for a person."""
+    for run in result.real:
+        yield (
+            f"{run.graph}: predicted step time off by {run.error:.1%} (median of {run.steps} "
+            f"steps), rank correlation of actions {run.correlation:.3f}"
+        )
+    yield f"chosen plan / plain 1F1B: {result.vs_1f1b_geomean:.3f}, at most {result.vs_1f1b_max:.3f}"
+    yield f"  with a stage a worker:  {result.vs_1f1b_staged_geomean:.3f}"
+    yield f"chosen plan / lower bound: {result.vs_lower_bound_geomean:.3f}"
+    losses = result.losses
+    yield (
+        f"throughput after losses / what it should be: at least {losses.worst:.3f} over "
+        f"{losses.losses} losses; beside a straggler, step / best: {losses.straggler:.3f}"
+    )
+    for row in result.scale:
+        yield (
+            f"{row.workers:6d} workers, {row.microbatches:4d} microbatches: plan {row.plan_s:.3f} s, "
+            f"replan {row.replan_ms:.1f} ms"
+        )
+
+
+def geomean(values: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(statistics.fmean(math.log(v) for v in values))
+
+
+def _growth(points: Sequence[tuple[int, float]]) -> float:
+    """The exponent ``p`` of time ~ size**p, from the smallest to the largest."""
+    (n0, t0), (n1, t1) = points[0], points[-1]
+    return math.log(t1 / t0) / math.log(n1 / n0)
+
+
+def _synthetic(folder: Path, nodes: int, say: Say) -> str:
+    store = folder / f"synthetic-{nodes}"
+    if not (store / "meta.json").is_file():
+        say(f"generating a graph of {nodes:,} nodes")
+        spec = SynthSpec(nodes=nodes, avg_degree=15, classes=10, features=64, seed=0)
+        write_store(str(store), synthesize(spec), partitions=128, partitioner="stream")
+    return str(store)
+
+
+def _config(url: str, sampler: dict[str, Any], stages: int, microbatches: int) -> Config:
+    layers = 3
+    raw: dict[str, Any] = {
+        "data": {"store": url},
+        "model": {"name": "sage", "layers": layers, "hidden": 128, "norm": "layer"},
+        "sampler": sampler,
+        "train": {"max_steps": 1},
+        "parallel": {"stages": stages, "microbatches": microbatches},
+    }
+    if sampler["name"] == "neighbor":
+        raw["train"]["batch_size"] = 64 * microbatches
+    return check_config(raw, "of the benchmark")
+
+
+def _cases(name: str, url: str, model: CostModel) -> Iterator[Case]:
+    """Comparisons on sampled and on clustered microbatches of one graph."""
+    store = GraphStore.open(url)
+    samplers: list[dict[str, Any]] = [{"name": "neighbor", "fanouts": [10, 10, 10]}]
+    if store.num_partitions >= 16:
+        samplers.append({"name": "cluster", "clusters": 1})
+    for sampler in samplers:
+        for stages, workers, microbatches in _SHAPES:
+            config = _config(url, sampler, stages, microbatches)
+            source = batch_source(config, store)
+            shapes = model_shapes(config, store)
+            cuts = even_cuts(config.model.layers, stages)
+            for step in range(2 if source.steps_per_epoch > 1 else 1):
+                sizes = block_sizes(source, step, microbatches)
+                costs = costs_of_sizes(config, model, "cpu", shapes, cuts, sizes)
+                yield _case(
+                    name, sampler["name"], workers, Layout(cuts, microbatches), costs, sizes
+                )
+
+
+def _case(
+    graph: str,
+    sampler: str,
+    workers: int,
+    layout: Layout,
+    costs: StepCosts,
+    sizes: Sequence[Sequence[BlockSize]],
+) -> Case:
+    members = range(workers)
+    chosen = choose_plan(layout, members, 1, costs)
+    staged = choose_plan(layout, members, 1, costs, staged=True)
+    # What one gets without any costs, or with stages' workers by their costs: the better of both.
+    plain = predict(make_plan(layout, members, 1), costs).step_ticks
+    plain = min(plain, staged.compared[BASELINE])
+    edges = [sum(block.nnz for block in of) for of in sizes]
+    overhead = chosen.prediction.step_ticks - chosen.prediction.makespan
+    return Case(
+        graph,
+        sampler,
+        layout.num_stages,
+        workers,
+        layout.microbatches,
+        round(max(edges) / max(1, min(edges)), 2),
+        plain / 1e6,
+        chosen.prediction.step_ticks / 1e6,
+        staged.prediction.step_ticks / 1e6,
+        (chosen.prediction.lower_bound + overhead) / 1e6,
+        chosen.name,
+    )
+
+
+def _scale(workers: int, microbatches: int) -> Scale:
+    """Plan with uneven costs, and replan after the loss of one worker."""
+    layout = Layout(even_cuts(4, 4), microbatches)
+    draw = random.Random(workers)
+    sizes = [math.exp(draw.gauss(0.0, 0.5)) for _ in range(microbatches)]
+    forward = tuple(round(1e6 * z) for z in sizes)
+    backward = tuple(2 * f for f in forward)
+    costs = StepCosts((forward,) * 4, (backward,) * 4)
+    members = list(range(workers))
+    plan_s = replan_s = float("inf")
+    for lost in (5, workers // 2, workers - 1):
+        began = time.perf_counter()
+        plan = choose_plan(layout, members, 1, costs).plan
+        own = plan.actions[0]
+        plan_s = min(plan_s, time.perf_counter() - began)
+        assert own
+        left = [w for w in members if w != lost]
+        began = time.perf_counter()
+        after = best_replan(plan, left, 2, "lost", costs)
+        own = after.actions[left[0]]
+        replan_s = min(replan_s, time.perf_counter() - began)
+        assert own
+    return Scale(workers, microbatches, round(plan_s, 3), round(1e3 * replan_s, 1))
+
+
+def _real_run(
+    folder: Path, name: str, url: str, steps: int, workers: int, model: CostModel
+) -> RealRun:
+    """Train, fit on the first steps, and compare the others with what is predicted for them."""
+    config = _config(url, {"name": "neighbor", "fanouts": [10, 10, 10]}, 2, 8)
+    raw = config.model_dump(mode="json")
+    raw["train"]["max_steps"] = steps + _FIT_STEPS + 2
+    raw["parallel"]["record_actions"] = True
+    file, run = folder / f"{name}.yaml", folder / f"run-{name}"
+    file.write_text(yaml.safe_dump(raw))
+    command = [sys.executable, "-m", "dtrain", "run", str(file), f"--nproc-per-node={workers}"]
+    done = subprocess.run(
+        [*command, f"--run-dir={run}"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise DtrainError(f"the job on {name} failed: {done.stderr.strip()[-400:]}")
+    recorded = RecordedRun(str(run))
+    fit, rest = recorded.steps[:_FIT_STEPS], recorded.steps[_FIT_STEPS:]
+    recorded.teach(model, fit)
+    compared = [recorded.compare(step, model) for step in rest]
+    pairs = [pair for c in compared for pair in c.actions]
+    return RealRun(
+        name,
+        workers,
+        len(rest),
+        statistics.median(c.error for c in compared),
+        rank_correlation([p for p, _ in pairs], [m for _, m in pairs]),
+        1e3 * statistics.median(c.measured_s for c in compared),
+    )

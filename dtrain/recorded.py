@@ -1,0 +1,211 @@
+"""Steps of a run as they were recorded, beside what the cost model says of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from dtrain.config import Config, load_config
+from dtrain.data.store import GraphStore
+from dtrain.errors import DtrainError
+from dtrain.planning import config_layout, costs_of_sizes, model_shapes
+from dtrain.runfolder import RunFolder
+from dtrain.runtime.recorder import StepRecord, step_record, teach
+from dtrain.scheduler import Action, Layout, Plan, StepCosts
+from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape
+from dtrain.scheduler.predict import Prediction, Span, predict
+
+_TICKS = 1_000_000_000
+_WARM_UP = 2
+"""The first steps of a run compile and touch memory for the first time."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step, predicted and measured; ``actions``: (predicted, measured) seconds of each."""
+
+    step: int
+    predicted_s: float
+    measured_s: float
+    actions: list[tuple[float, float]]
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted step time."""
+        return abs(self.predicted_s - self.measured_s) / self.measured_s
+
+    @property
+    def rank_correlation(self) -> float:
+        """Spearman's, between the predicted and the measured times of the step's actions."""
+        return rank_correlation([p for p, _ in self.actions], [m for _, m in self.actions])
+
+
+class RecordedRun:
+    """A run folder's recorded steps that all workers committed in one generation."""
+
+    def __init__(self, path: str) -> None:
+        """Read what was recorded.
+
+        Raises:
+            DtrainError: nothing was recorded there, or the run's graph is gone.
+        """
+        self.folder = RunFolder(path)
+        raw = self.folder.action_records()
+        if not raw:
+            raise DtrainError(
+                f"--run {path}: no recorded actions; run with --set parallel.record_actions=true"
+            )
+        self.config: Config = load_config(str(self.folder.path / "config.yaml"))
+        self._by_step: dict[int, dict[int, StepRecord]] = {}
+        for worker, records in raw.items():
+            for entry in records:
+                done = step_record(entry)
+                self._by_step.setdefault(done.step, {})[worker] = done
+        self._members = {
+            event["generation"]: event
+            for event in self.folder.events()
+            if event["kind"] == "generation_started"
+        }
+        record = self.folder.read_run()
+        self.device = record.device if record is not None else "cpu"
+
+    @cached_property
+    def shapes(self) -> list[LayerShape]:
+        """The shapes of the model's layers."""
+        store = GraphStore.open(self.config.data.store, self.config.data.cache_dir)
+        return model_shapes(self.config, store)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The run's layout."""
+        return config_layout(self.config)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Steps of which every member's record is there, the first few left out."""
+        whole = []
+        for step, records in sorted(self._by_step.items()):
+            generations = {record.generation for record in records.values()}
+            members = self._members.get(min(generations), {}).get("workers")
+            if len(generations) == 1 and members == sorted(records):
+                whole.append(step)
+        return whole[_WARM_UP:]
+
+    def records(self, step: int) -> dict[int, StepRecord]:
+        """Each worker's record of a step."""
+        return self._by_step[step]
+
+    def measured_s(self, step: int) -> float:
+        """From the first worker's begin of a step to the last one's end."""
+        records = self.records(step).values()
+        return max(r.end_s for r in records) - min(r.start_s for r in records)
+
+    def spans(self, step: int) -> dict[int, list[Span]]:
+        """The actions as they were run, in nanoseconds from the step's beginning."""
+        records = self.records(step)
+        zero = min(r.start_s for r in records.values())
+        return {
+            w: [
+                Span(
+                    Action(a.kind, a.stage, a.microbatch),  # type: ignore[arg-type]
+                    round((a.start_s - zero) * _TICKS),
+                    round((a.end_s - zero) * _TICKS),
+                )
+                for a in record.actions
+            ]
+            for w, record in sorted(records.items())
+        }
+
+    def sizes(self, step: int) -> list[list[BlockSize]]:
+        """Sizes of the blocks, ``[microbatch][layer]``; a microbatch without seeds has none."""
+        nothing = BlockSize(0, 0, 0)
+        found = [[nothing] * len(self.shapes) for _ in range(self.layout.microbatches)]
+        for record in self.records(step).values():
+            for action in record.actions:
+                for layer in action.layers:
+                    size = BlockSize(layer.nnz, layer.num_src, layer.num_dst)
+                    found[action.microbatch][layer.layer] = size
+        return found
+
+    def plan(self, step: int) -> Plan:
+        """The plan that the step was run by, in the order in which it was run."""
+        records = self.records(step)
+        number = next(iter(records.values())).generation
+        event = self._members[number]
+        workers = tuple(event["workers"])
+        orders = {w: tuple(span.action for span in spans) for w, spans in self.spans(step).items()}
+        executors = [list(row) for row in event["executors"]]
+        for w, order in orders.items():
+            for action in order:
+                executors[action.stage][action.microbatch] = w
+        return Plan(
+            number,
+            self.layout,
+            workers,
+            tuple(tuple(held) for held in event["holders"]),
+            tuple(tuple(row) for row in executors),
+            orders,
+            event["reason"],
+        )
+
+    def sum_s(self, step: int) -> float:
+        """Sum, vote and update, from when the last worker came to it."""
+        phases = [record.phases for record in self.records(step).values()]
+        return max(p["apply"][1] for p in phases) - max(p["sum"][0] for p in phases)
+
+    def costs(self, step: int, model: CostModel) -> StepCosts:
+        """What ``model`` says that the step costs."""
+        sizes = self.sizes(step)
+        return costs_of_sizes(self.config, model, self.device, self.shapes, self.layout.cuts, sizes)
+
+    def teach(self, model: CostModel, steps: Sequence[int]) -> None:
+        """Let a cost model learn from some steps."""
+        for step in steps:
+            teach(model, self.device, self.shapes, self.records(step).values())
+            plan = self.plan(step)
+            held = max((plan.stages_held(w) for w in plan.workers), key=len)
+            layers = [i for s in held for i in self.layout.layers_of(s)]
+            count = sum(self.shapes[i].parameters for i in layers)
+            model.observe_sum(4 * count, len(held), self.sum_s(step))
+        for step in steps:
+            costs = self.costs(step, model)
+            found = predict(self.plan(step), costs)
+            known_s = (found.step_ticks - costs.fixed_ticks) / _TICKS
+            model.observe_step(known_s, self.measured_s(step))
+
+    def prediction(self, step: int, model: CostModel) -> Prediction:
+        """The step as ``model`` expects it."""
+        return predict(self.plan(step), self.costs(step, model))
+
+    def compare(self, step: int, model: CostModel) -> Compared:
+        """A step's predicted and measured times."""
+        expected = self.prediction(step, model)
+        pairs = []
+        for w, spans in self.spans(step).items():
+            for said, was in zip(expected.spans[w], spans, strict=True):
+                pairs.append(((said.end - said.start) / _TICKS, (was.end - was.start) / _TICKS))
+        return Compared(step, expected.step_ticks / _TICKS, self.measured_s(step), pairs)
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's rank correlation; equal values share their mean rank."""
+    x, y = _ranks(a), _ranks(b)
+    if len(x) < 2 or len(set(x)) == 1 or len(set(y)) == 1:
+        return 0.0
+    return statistics.correlation(x, y)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    ranks = [0.0] * len(values)
+    at = 0
+    while at < len(order):
+        end = at
+        while end < len(order) and values[order[end]] == values[order[at]]:
+            end += 1
+        for i in order[at:end]:
+            ranks[i] = (at + end - 1) / 2
+        at = end
+    return ranks
