@@ -301,11 +301,14 @@ def test_any_later_shape_of_the_job_ends_with_the_same_bits(
     assert sorted(before.unique().tolist()) == [0, 1], "it was stopped in mid-epoch"
     assert int(before.sum()) == STOPPED_AT * 150 % seeds
     shape = [("parallel.stages", stages), ("deepspeed.zero_optimization.stage", zero)]
-    record = jobs.train(merged(raw, shape), workers, "run")
+    record = jobs.train(merged(raw, [*shape, ("checkpoint.keep", 100)]), workers, "run")
     assert record["weights_sha256"] == undisturbed[1]["weights_sha256"]
     assert resumed_step(jobs.folder / "run") == STOPPED_AT
     assert record["steps_lost"] == 0
     assert record["seeds_trained"] == undisturbed[1]["seeds_trained"]
+    between = ledger(ours, CheckpointInfo(15))
+    assert int(between.max()) == 1
+    assert int(between.sum()) == 15 * 150 % seeds, "the ledger went on where it stood"
     # The run itself checks that every epoch's ledger is full; this is the last one's.
     assert bool((ledger(ours, CheckpointInfo(24)) == 1).all())
 
