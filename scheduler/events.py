@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -209,9 +210,12 @@ class MembershipPolicy:
     members are all out of their reach, and how long a newcomer waits to be let in before it makes
     room for a new life of the worker. Members that cannot reach the store must have stopped by
     then. ``split_s``: how much longer the smaller side waits when the other may be alive.
+    ``wait_s``: how long members that are fewer than ``min_workers`` wait for more, before they form
+    a last generation, to save what they hold.
     """
 
     world_size: int
     min_workers: int = 1
     gather_s: float = 300.0
     split_s: float = 3.0
+    wait_s: float = math.inf

@@ -444,7 +444,7 @@ class Membership:
         veterans = self._veterans()
         chosen = self._chosen(present, veterans)
         survivors = [a for a in chosen if a.peer in self._former]
-        if len(chosen) < max(1, self.policy.min_workers):
+        if len(chosen) < max(1, self.policy.min_workers) and not self._ends_short(survivors):
             return self._make_room(veterans)
         if self.me.peer != min(survivors or chosen, key=lambda a: a.peer.worker).peer:
             return []
@@ -456,6 +456,10 @@ class Membership:
         self.proposed = number
         members = tuple(sorted(chosen, key=lambda a: a.peer))
         return [Propose(Proposal(number, members, reason), reason)]
+
+    def _ends_short(self, survivors: list[Announcement]) -> bool:
+        """Whether too few have waited long enough, and meet once more to save what they have."""
+        return bool(survivors) and self._waited_s() >= self.policy.wait_s
 
     def _veterans(self) -> frozenset[Peer]:
         """Members of the newest proposal who may have state that its other members have not."""

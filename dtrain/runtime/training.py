@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import CheckpointError, PendingSave, weights_sha256
 from dtrain.config import identity_digest
-from dtrain.errors import LeftError, PeerLostError, ShutdownError
+from dtrain.errors import CannotGoOnError, LeftError, PeerLostError, ShutdownError
 from dtrain.evaluate import evaluate
 from dtrain.runfolder import RunFolder, RunRecord, versions
 from dtrain.runtime.comm import MAX
@@ -67,6 +67,7 @@ class Training:
         self._snapshots = Snapshots(generation, self._sharded)
         if generation.leads:
             self._announce()
+        self._end_if_too_few()
         self._due()
         self._prefetcher = generation.prefetcher()
         transaction = holdings.transaction
@@ -86,6 +87,21 @@ class Training:
             self.stop()
         self._finish()
         return True, "done"
+
+    def _end_if_too_few(self) -> None:
+        """Save and end where the workers that are left have waited for more in vain."""
+        parallel, robust = self._job.config.parallel, self._job.config.robust
+        left, step = len(self._generation.peers), self._holdings.progress.step
+        if left >= parallel.min_workers:
+            return
+        self._save(must=True)
+        if self._generation.leads:
+            self._folder.write_run(self._record("stopped"))
+        raise CannotGoOnError(
+            f"{left} workers are left, expected at least {parallel.min_workers} "
+            f"(parallel.min_workers), and no more came within {robust.wait_s:g} s (robust.wait_s); "
+            f"saved at step {step}: the same command resumes there"
+        )
 
     def _step(self, transaction: StepTransaction, step: int, wishes: Wishes) -> Outcome:
         assert self._prefetcher is not None

@@ -94,6 +94,7 @@ class _Life:
             min_workers=config.parallel.min_workers,
             gather_s=config.parallel.timeout_s,
             split_s=config.robust.lease_s,
+            wait_s=config.robust.wait_s,
         )
         roster = Roster(me, spec.node, policy, log, transport, self._event)
         self._roster = roster

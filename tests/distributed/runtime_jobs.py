@@ -109,7 +109,7 @@ class Job:
 
     def reports(self) -> list[dict[str, str] | None]:
         """What each trainer reported before it ended; None from one that did not."""
-        return [json.loads(r.recv_bytes()) if r.poll() else None for r in self._reports]
+        return [_report(reader) for reader in self._reports]
 
     def signal(self, number: signal.Signals, *workers: int) -> None:
         """Send a signal to the trainers of ``workers`` (all of them by default)."""
@@ -149,6 +149,13 @@ class Job:
     def record(self) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.run_dir / "run.json").read_text())
         return loaded
+
+
+def _report(reader: Any) -> dict[str, str] | None:
+    try:
+        return json.loads(reader.recv_bytes()) if reader.poll() else None  # type: ignore[no-any-return]
+    except EOFError:
+        return None
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

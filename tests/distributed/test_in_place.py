@@ -257,3 +257,24 @@ def test_a_gradient_that_is_never_finite(
     again = trainers.start(raw, 3, "run")
     assert again.join() == [0] * 3
     assert again.record()["steps_lost"] == 0
+
+
+@pytest.mark.timeout(200)
+def test_too_few_wait_for_more_and_then_save_and_end(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    few = merged(raw, [("parallel.min_workers", 3), ("robust.wait_s", 1.0)])
+    job = trainers.start(few, 3, "run")
+    job.wait_for_step(8)
+    job.kill(1)
+    codes = job.join()
+    assert [codes[0], codes[2]] == [1, 1]
+    report = job.reports()[0]
+    assert report is not None
+    assert report["kind"] == "cannot_go_on"
+    assert "parallel.min_workers" in report["reason"]
+    assert job.record()["status"] == "stopped"
+    again = trainers.start(few, 3, "run")
+    assert again.join() == [0] * 3
+    assert again.record()["steps_lost"] == 0
+    assert again.record()["weights_sha256"] == wanted["weights_sha256"]
