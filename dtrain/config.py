@@ -114,6 +114,9 @@ class ParallelConfig(Section):
     redundancy: int = Field(2, ge=1)
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     min_workers: int = Field(1, ge=1)
+    spares: int = Field(
+        0, ge=0, description="workers that wait, ready, to take the place of one that is lost"
+    )
     threads_per_worker: int = Field(1, ge=1)
     record_actions: bool = Field(
         False, description="write the times of every step's actions to the run folder"

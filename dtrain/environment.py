@@ -77,6 +77,15 @@ def place_variables(place: WorkerPlace, environ: Mapping[str, str] = os.environ)
     }
 
 
+def failure_domains(hostname: str, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Names of the domains that fail together with this node, from the largest to the node itself.
+
+    ``DTRAIN_FAILURE_DOMAIN`` names what the node lies in, as in ``zone2/rack17``.
+    """
+    outer = environ.get("DTRAIN_FAILURE_DOMAIN", "")
+    return (*(part for part in outer.split("/") if part), hostname)
+
+
 def grace_s(environ: Mapping[str, str] = os.environ) -> float:
     """Seconds that a trainer has to leave after SIGTERM (``DTRAIN_GRACE_S``, default 25).
 

@@ -115,6 +115,13 @@ def check(request: RunRequest, world_size: int | None) -> CheckedRun:
             f"parallel.min_workers: expected at least {least} workers, got {world_size}; start "
             "more (--nproc-per-node) or lower it"
         )
+    spares = config.parallel.spares
+    if world_size is not None and world_size - spares < least:
+        raise DtrainError(
+            f"parallel.spares: expected at most {world_size - least} of {world_size} workers "
+            f"(parallel.min_workers is {least}), got {spares}; start more (--nproc-per-node) or "
+            "lower it"
+        )
     return CheckedRun(request, config, read_meta(config).fingerprint)
 
 

@@ -25,6 +25,7 @@ from dtrain.config import Config
 from dtrain.deepspeed_options import zero_stage
 from dtrain.environment import (
     WorkerPlace,
+    failure_domains,
     grace_s,
     set_variables,
     trainer_variables,
@@ -290,6 +291,7 @@ class _Supervisor:
             world_size=place.world_size,
             local_rank=place.local_rank,
             node=socket.gethostname(),
+            domains=failure_domains(socket.gethostname()),
             store_host=place.store_host,
             store_port=place.store_port,
             host_store=place.host_store,

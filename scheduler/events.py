@@ -211,7 +211,8 @@ class MembershipPolicy:
     room for a new life of the worker. Members that cannot reach the store must have stopped by
     then. ``split_s``: how much longer the smaller side waits when the other may be alive.
     ``wait_s``: how long members that are fewer than ``min_workers`` wait for more, before they form
-    a last generation, to save what they hold.
+    a last generation, to save what they hold. ``spares``: how many workers wait, ready, until a
+    member is lost.
     """
 
     world_size: int
@@ -219,3 +220,4 @@ class MembershipPolicy:
     gather_s: float = 300.0
     split_s: float = 3.0
     wait_s: float = math.inf
+    spares: int = 0

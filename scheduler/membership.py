@@ -138,7 +138,7 @@ class Membership:
         """Newcomers for whom a member should ask all to regroup at the next step boundary."""
         if self.state != "member":
             return ()
-        return tuple(a.peer for a in self._present() if a.peer not in self._former)
+        return self._wanted_newcomers()
 
     # Taking events in
 
@@ -415,13 +415,33 @@ class Membership:
             del by_peer[out]
         return list(by_peer.values())
 
+    def _number_wanted(self, able: int) -> int:
+        """How many of so many that could take part are members; the others are spares."""
+        spares, launched = self.policy.spares, self.policy.world_size
+        return max(able - spares, min(able, launched - spares)) if spares else able
+
+    def _without_spares(self, able: list[Announcement]) -> list[Announcement]:
+        """Whom of those that could take part the job wants: members first, then lower workers."""
+        order = sorted(able, key=lambda a: (a.peer not in self._former, a.peer.worker))
+        return order[: self._number_wanted(len(able))]
+
+    def _wanted_newcomers(self) -> tuple[Peer, ...]:
+        """Newcomers that the newest generation's members would let in."""
+        stay = sum(not self._gone(p) and p not in self.lost for p in self._former)
+        new = sorted(a.peer for a in self._present() if a.peer not in self._former)
+        return tuple(new[: max(0, self._number_wanted(stay + len(new)) - stay)])
+
+    def _is_spare(self) -> bool:
+        """Whether this worker waits because the job has as many as it wants."""
+        return self.policy.spares > 0 and self.me.peer not in self._wanted_newcomers()
+
     def _waited_s(self) -> float:
         return self.now_s - self.since_s
 
     def _give_up(self) -> list[Instruction]:
         """Withdraw where waiting cannot help."""
         ignored = self.me.peer not in self.named and self._waited_s() >= self.policy.gather_s
-        if not self.me.leaving and not ignored:
+        if not self.me.leaving and (not ignored or self._is_spare()):
             return []
         some_stay = any(not self._gone(p) and p not in self.lost for p in self._former)
         if self.me.leaving and not some_stay:
@@ -442,7 +462,8 @@ class Membership:
         present = self._present()
         here = {a.peer for a in present}
         veterans = self._veterans()
-        chosen = self._chosen(present, veterans)
+        able = self._chosen(present, veterans)
+        chosen = self._without_spares(able)
         survivors = [a for a in chosen if a.peer in self._former]
         if len(chosen) < max(1, self.policy.min_workers) and not self._ends_short(survivors):
             return self._make_room(veterans)
@@ -450,7 +471,7 @@ class Membership:
             return []
         if self._should_wait(here, veterans, [a for a in survivors if a.peer in veterans]):
             return []
-        reason = self._why_now(chosen, survivors)
+        reason = self._why_now(able, chosen, survivors)
         if reason is None:
             return []
         self.proposed = number
@@ -487,14 +508,18 @@ class Membership:
                 patience_s = self.policy.gather_s
         return wait and self.now_s - max(self.since_s, self.loss_s) < patience_s
 
-    def _why_now(self, chosen: list[Announcement], survivors: list[Announcement]) -> str | None:
-        """The reason to propose ``chosen`` at this moment, or None to wait for more."""
+    def _why_now(
+        self, able: list[Announcement], chosen: list[Announcement], survivors: list[Announcement]
+    ) -> str | None:
+        """The reason to propose ``chosen`` of ``able`` at this moment, or None to wait for more."""
+        spares = f", {len(able) - len(chosen)} of them as spares" if len(able) > len(chosen) else ""
         if not survivors:
             waited_s = self._waited_s()
-            if len(chosen) >= self.policy.world_size:
-                return f"all {len(chosen)} workers have announced themselves"
+            if len(able) >= self.policy.world_size:
+                return f"all {len(able)} workers have announced themselves{spares}"
             if waited_s >= self.policy.gather_s:
-                return f"{len(chosen)} of {self.policy.world_size} workers came in {waited_s:.0f} s"
+                came = f"{len(able)} of {self.policy.world_size} workers came in {waited_s:.0f} s"
+                return came + spares
             return None
         gone = sorted(p.worker for p in self._former - {a.peer for a in survivors})
         new = sorted(a.peer.worker for a in chosen if a.peer not in self._former)

@@ -30,6 +30,7 @@ from dtrain.runtime.store_log import StoreLog
 from dtrain.runtime.transaction import StepTransaction
 from dtrain.runtime.transport import KIND_NOTE, KIND_STATE, Key, Transport
 from dtrain.scheduler import Plan, make_plan, replan
+from dtrain.scheduler.costs import Cluster
 from dtrain.scheduler.membership import Announcement, Peer
 from dtrain.scheduler.recovery import Settlement, kept, settle, transfers
 
@@ -100,7 +101,6 @@ class Surroundings:
     """What a worker has for its whole life."""
 
     me: Peer
-    node: str
     job: Job
     log: StoreLog
     transport: Transport
@@ -122,7 +122,7 @@ class Generation:
         self.number = agreement.proposal.number
         self.members = agreement.proposal.members
         self.peers = {a.peer.worker: a.peer for a in self.members}
-        self.nodes = {p.worker: d.node for p, d in agreement.details.items()}
+        self.domains = {p.worker: d.domains for p, d in agreement.details.items()}
         self.fault = FaultFlag()
         self.timeline_ms: dict[str, float] = {"agree": agreement.seconds * 1e3}
         self.events: list[tuple[str, str, dict[str, Any]]] = []
@@ -195,6 +195,7 @@ class Generation:
     def _plan(self) -> Plan:
         """The plan that every member computes alike from what the log says."""
         job = self.around.job
+        cluster = Cluster(domains=self.domains)
         veterans = [a for a in self.members if a.since > 0]
         reason = self._agreement.proposal.reason
         if veterans:
@@ -212,8 +213,8 @@ class Generation:
                 )
                 stayed = {a.peer.worker for a in veterans}
                 self._departed = sorted(set(former.workers) - stayed)
-                return replan(former, list(self.peers), self.number, reason)
-        return make_plan(job.layout, list(self.peers), self.number)
+                return replan(former, list(self.peers), self.number, reason, cluster=cluster)
+        return make_plan(job.layout, list(self.peers), self.number, cluster=cluster)
 
     def _apply_voted(self, settlement: Settlement) -> None:
         """Apply the step that somebody saw the full vote of, if this worker has not."""

@@ -29,11 +29,12 @@ _STEADY_S = 0.02
 class Detail:
     """What a member's announcement carries besides what the machine decides on.
 
+    ``domains``: failure domains from the largest to the node. ``host``: where it receives.
     ``vote``: (loss, gradient norm) of the newest step whose full vote it saw. ``plan``: workers,
     holders and executors of the newest plan that it worked under.
     """
 
-    node: str
+    domains: tuple[str, ...]
     host: str
     vote: tuple[float, float] | None
     plan: dict[str, Any] | None
@@ -57,14 +58,14 @@ class Roster:
     def __init__(
         self,
         me: Peer,
-        node: str,
+        domains: tuple[str, ...],
         policy: MembershipPolicy,
         log: StoreLog,
         transport: Transport,
         on_event: Callable[..., None],
     ) -> None:
         self._me = me
-        self._node = node
+        self._domains = domains
         self._log = log
         self._transport = transport
         self._on_event = on_event
@@ -240,7 +241,7 @@ class Roster:
             self._addresses[announcement.peer] = Address(**entry["address"])
             vote = entry["vote"]
             self._details[announcement.peer] = Detail(
-                entry["node"],
+                tuple(entry["domains"]),
                 entry["address"]["host"],
                 tuple(vote) if vote else None,
                 entry["plan"],
@@ -262,7 +263,7 @@ class Roster:
                         "type": "announced",
                         "announcement": asdict(announcement),
                         "address": asdict(self._transport.address),
-                        "node": self._node,
+                        "domains": self._domains,
                         "vote": self._vote,
                         "plan": self._plan,
                     }

@@ -79,9 +79,9 @@ class Snapshots:
         others = [w for w in plan.workers if w not in holders]
         if not others:
             return None
-        nodes = self._generation.nodes
-        taken = {nodes[w] for w in holders}
-        return min(others, key=lambda w: (nodes[w] in taken, (w - stage) % (max(others) + 1)))
+        domains = self._generation.domains
+        taken = {domains[w] for w in holders}
+        return min(others, key=lambda w: (domains[w] in taken, (w - stage) % (max(others) + 1)))
 
     def due(self, step: int) -> bool:
         """Whether a snapshot is to be taken after ``step`` committed steps."""

@@ -12,6 +12,7 @@ class TrainerSpec:
 
     ``config``: the resolved configuration (``Config.model_dump(mode="json")``).
     ``run_dir``: absolute path of the run folder. ``worker``: torchrun's global rank.
+    ``node``: its host's name. ``domains``: failure domains from the largest to the node.
     ``host_store``: this worker must host the TCPStore itself, no torchrun agent does.
     ``incarnation``: fresh uuid hex for each start of a trainer process.
     ``json_output``: worker 0 prints run.json as the last line of stdout.
@@ -24,6 +25,7 @@ class TrainerSpec:
     world_size: int
     local_rank: int
     node: str
+    domains: tuple[str, ...]
     store_host: str
     store_port: int
     host_store: bool

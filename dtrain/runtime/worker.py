@@ -95,13 +95,13 @@ class _Life:
             gather_s=config.parallel.timeout_s,
             split_s=config.robust.lease_s,
             wait_s=config.robust.wait_s,
+            spares=config.parallel.spares,
         )
-        roster = Roster(me, spec.node, policy, log, transport, self._event)
+        roster = Roster(me, spec.domains, policy, log, transport, self._event)
         self._roster = roster
         url = config.checkpoint.url or str(self._folder.checkpoints)
         self._around = Surroundings(
             me,
-            spec.node,
             job,
             log,
             transport,

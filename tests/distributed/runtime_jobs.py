@@ -48,6 +48,7 @@ class Job:
             world_size=self._workers,
             local_rank=worker,
             node="test",
+            domains=("test",),
             store_host="127.0.0.1",
             store_port=self.store.port,
             host_store=False,

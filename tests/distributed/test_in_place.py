@@ -278,3 +278,18 @@ def test_too_few_wait_for_more_and_then_save_and_end(
     assert again.join() == [0] * 3
     assert again.record()["steps_lost"] == 0
     assert again.record()["weights_sha256"] == wanted["weights_sha256"]
+
+
+@pytest.mark.timeout(200)
+def test_a_spare_takes_the_place_of_a_lost_worker(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    job = trainers.start(merged(raw, [("parallel.spares", 1)]), 4, "run")
+    job.wait_for_step(8)
+    assert job.events("generation_started")[-1]["workers"] == [0, 1, 2]
+    job.kill(1)
+    codes = job.join()
+    assert [codes[w] for w in (0, 2, 3)] == [0] * 3
+    assert_same(trainers, job, wanted)
+    # In one recovery, without an interlude of two.
+    assert [e["workers"] for e in job.events("generation_started")] == [[0, 1, 2], [0, 2, 3]]

@@ -111,7 +111,7 @@ class Cluster:
                 holdings=mine,
                 fault=self.fault,
                 plan=plan,
-                nodes=dict(enumerate(self.nodes)),
+                domains={w: (node,) for w, node in enumerate(self.nodes)},
                 peers={w: Peer(w, "life") for w in plan.workers},
                 around=SimpleNamespace(
                     job=SimpleNamespace(config=config),
