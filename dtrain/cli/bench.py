@@ -15,6 +15,7 @@ from dtrain.cli import bench_speed
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 app.command("kernels")(bench_speed.kernels)
 app.command("sample")(bench_speed.sample)
+app.command("train")(bench_speed.train)
 
 
 @app.command()

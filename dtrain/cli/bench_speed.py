@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -69,3 +70,35 @@ def sample(
     typer.echo(f"{report.rss_growth_bytes / 1e6:.1f} MB more memory after {repeats} repeats")
     for row in report.rows:
         typer.echo(f"{row.ratio} x {row.peer}")
+
+
+def train(
+    against: Annotated[str, typer.Option(help="Peers, of torch and pyg.")] = "torch,pyg",
+    threads: Annotated[int, typer.Option(min=1, help="Threads where one process runs.")] = 2,
+    nodes: Annotated[int, typer.Option(min=5000, help="Nodes of the generated graph.")] = 200_000,
+    steps: Annotated[int, typer.Option(min=10, help="Steps measured in each run.")] = 200,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are reported.")] = 3,
+    pipeline: Annotated[bool, typer.Option(help="Also 4 workers against torch's DDP.")] = True,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Measure training end to end: 2-layer GraphSAGE, hidden 128, fanouts 10 and 10."""
+    from dtrain.bench.train import bench_train
+
+    with tempfile.TemporaryDirectory(prefix="dtrain-bench-") as folder:
+        report = bench_train(
+            against,
+            Path(folder),
+            nodes=nodes,
+            threads=threads,
+            steps=steps,
+            repeats=repeats,
+            pipeline=pipeline,
+            say=lambda text: typer.echo(text, err=True),
+        )
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+        return
+    for name, speed in report.seeds_per_s.items():
+        typer.echo(f"{name:16} {speed:9.0f} seeds/s")
+    typer.echo(f"dtrain / pyg ({report.pyg_way}): {report.seeds_per_s_vs_pyg}")
+    typer.echo(f"pipeline / ddp: {report.pipeline_vs_ddp}")

@@ -7,25 +7,56 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
 from torch import Tensor
 
+from dtrain.kernels.arrays import wide
 from dtrain.kernels.dropout.reference import keep_threshold
-from dtrain.kernels.rng import mix64_jit
+from dtrain.kernels.simd import I64, VectorCode, data_of, intrinsic
+from dtrain.kernels.threads import empty, over_range
+
+_BLOCK = 16  # elements that one call of the vector code treats
+
+
+@intrinsic
+def _drop_block(
+    typing: Any, x: Any, out: Any, at: Any, count: Any, key: Any, threshold: Any, scale: Any
+) -> Any:
+    """Elements ``at`` to ``at + count - 1``, at most 16, of flat ``x``, dropped into ``out``."""
+    signature = types.void(x, out, types.int64, types.int64, key, threshold, scale)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, out = (data_of(context, builder, signature.args[i], arguments[i]) for i in (0, 1))
+        at, count, key, threshold, scale = arguments[2:]
+        code = VectorCode(builder, signature.args[0].dtype, _BLOCK)
+        mask = code.first_lanes(count)
+        numbers = ir.Constant(ir.VectorType(I64, _BLOCK), list(range(_BLOCK)))
+        draws = code.mix64(key, builder.add(code.splat(at), numbers))
+        kept = builder.icmp_unsigned(">=", draws, code.splat(threshold))
+        scaled = builder.fmul(code.load(x, at, mask), code.splat(scale))
+        code.store(builder.select(kept, scaled, code.constant(0.0)), out, at, mask)
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 @numba.njit(cache=True, nogil=True)
-def _dropout(x: Any, out: Any, key: Any, threshold: Any, scale: Any) -> None:
-    for i in range(x.size):
-        kept = mix64_jit(key, np.uint64(i)) >= threshold
-        out[i] = x[i] * scale if kept else x.dtype.type(0)
+def _dropout(first: Any, end: Any, x: Any, out: Any, key: Any, threshold: Any, scale: Any) -> None:
+    for at in range(first, end, _BLOCK):
+        _drop_block(x, out, at, min(_BLOCK, end - at), key, threshold, scale)
 
 
 def dropout(x: Tensor, p: float, key: int) -> Tensor:
     """As :func:`dtrain.kernels.dropout.reference.dropout`, for tensors on the CPU."""
-    wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-    source = x.detach().to(wide).contiguous()
-    out = torch.empty_like(source)
-    flat = source.view(-1).numpy()
-    scale = flat.dtype.type(1.0 / (1.0 - p))
-    _dropout(flat, out.view(-1).numpy(), np.uint64(key), np.uint64(keep_threshold(p)), scale)
-    return out.to(x.dtype)
+    source = wide(x).numpy()
+    out = empty(source.shape, source.dtype)
+    flat = source.reshape(-1)
+    scale = source.dtype.type(1.0 / (1.0 - p))
+    numbers = (np.uint64(key), np.uint64(keep_threshold(p)), scale)
+
+    def loop(first: int, end: int) -> None:
+        _dropout(first, end, flat, out.reshape(-1), *numbers)
+
+    over_range(flat.size, 1, loop)
+    return torch.from_numpy(out).to(x.dtype)

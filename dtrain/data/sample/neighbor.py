@@ -261,7 +261,7 @@ def _sample(
         prefetch(slots, destinations[min(i + _AHEAD, num_dst - 1)])
         sources[i] = destinations[i]
         slots[destinations[i]] = stamp | i
-    count = num_dst
+    count: Any = num_dst
     for k in range(nnz):
         prefetch(slots, columns[min(k + _AHEAD, nnz - 1)])
         u = columns[k]

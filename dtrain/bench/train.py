@@ -1,0 +1,158 @@
+"""Seeds trained in a second, end to end: 2-layer GraphSAGE on the generated graph.
+
+Every contender is a process (or four) of its own and they take turns. dtrain is the real thing,
+``python -m dtrain.train``, with its votes and exact sums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dtrain.bench.contest import Row, installed
+from dtrain.bench.graphs import SYNTHETIC, skewed
+from dtrain.data.writer import write_store
+from dtrain.errors import DtrainError
+
+HIDDEN, FANOUTS, BATCH = 128, (10, 10), 1024
+_WARM_UP, _WAIT_S = 20, 300.0
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """``seeds_per_s``: medians by contender. ``seeds_per_s_vs_pyg``: one process each, all cores.
+
+    ``pipeline_vs_ddp``: 4 workers of dtrain in 2 stages over 4 processes of torch's
+    DistributedDataParallel with the same layers, sampler, kernels and cores. None: not measured.
+    """
+
+    seeds_per_s: dict[str, float]
+    seeds_per_s_vs_pyg: float | None
+    pipeline_vs_ddp: float | None
+    pyg_way: str | None
+    threads: int
+    rows: list[Row]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def bench_train(
+    against: str,
+    folder: Path,
+    *,
+    nodes: int,
+    threads: int,
+    steps: int,
+    repeats: int,
+    pipeline: bool,
+    say: Callable[[str], None],
+) -> TrainReport:
+    """Run every contender ``repeats`` times for ``steps`` steps in turns; ``folder`` is scratch.
+
+    Raises:
+        DtrainError: an unknown peer in ``against``, or a contender that failed.
+    """
+    store = folder / "store"
+    write_store(str(store), skewed(nodes), partitions=4, partitioner="range")
+    contenders: dict[str, Callable[[int], tuple[float, str]]] = {
+        "dtrain": lambda turn: _ours(folder, store, turn, 1, 1, threads, steps)
+    }
+    if "pyg" in installed(against):
+        contenders["pyg"] = lambda _: _peer("pyg", store, threads, steps, 1)
+    if pipeline:
+        contenders["dtrain pipeline"] = lambda turn: _ours(folder, store, turn, 4, 2, 1, steps)
+        contenders["ddp"] = lambda _: _peer("ddp", store, 1, steps, 4)
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    ways = {}
+    for turn in range(repeats):
+        for name, run in contenders.items():
+            speed, ways[name] = run(turn)
+            taken[name].append(speed)
+            say(f"{name}: {speed:.0f} seeds/s ({ways[name]})")
+    speeds: dict[str, float] = {
+        name: round(statistics.median(values)) for name, values in taken.items()
+    }
+    rows = [
+        _row(speeds, ours, peer, ways)
+        for ours, peer in (("dtrain", "pyg"), ("dtrain pipeline", "ddp"))
+        if peer in speeds
+    ]
+    ratios = {row.op: row.ratio for row in rows}
+    return TrainReport(
+        speeds,
+        ratios.get("train dtrain"),
+        ratios.get("train dtrain pipeline"),
+        ways.get("pyg"),
+        threads,
+        rows,
+    )
+
+
+def _row(speeds: dict[str, float], ours: str, peer: str, ways: dict[str, str]) -> Row:
+    ms, peer_ms = (BATCH / speeds[name] * 1e3 for name in (ours, peer))
+    shape = f"{BATCH} x {FANOUTS[0]} x {FANOUTS[1]}"
+    name = f"{peer}: {ways[peer]}"
+    return Row(f"train {ours}", SYNTHETIC, shape, ms, name, peer_ms, round(peer_ms / ms, 2))
+
+
+def _ours(
+    folder: Path, store: Path, turn: int, workers: int, stages: int, threads: int, steps: int
+) -> tuple[float, str]:
+    run_dir = folder / f"run-{workers}-{turn}"
+    run_dir.mkdir()
+    config: dict[str, Any] = {
+        "data": {"store": str(store)},
+        "model": {"name": "sage", "layers": len(FANOUTS), "hidden": HIDDEN, "dropout": 0.2},
+        "sampler": {"name": "neighbor", "fanouts": list(FANOUTS)},
+        "train": {"max_steps": _WARM_UP + steps, "batch_size": BATCH},
+        "parallel": {
+            "stages": stages,
+            "microbatches": workers,
+            "threads_per_worker": threads,
+        },
+        "deepspeed": {"optimizer": {"type": "Adam", "params": {"lr": 0.003}}},
+    }
+    file = run_dir / "bench.yaml"
+    file.write_text(yaml.safe_dump(config))
+    command = [sys.executable]
+    if workers > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command += ["-m", "dtrain.train", str(file), "--run-dir", str(run_dir)]
+    _run(command, os.environ | {"OMP_NUM_THREADS": str(threads)})
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    done = [m for m in map(json.loads, lines) if "loss" in m][_WARM_UP - 1 :]
+    seconds = done[-1]["time"] - done[0]["time"]
+    return sum(m["seeds"] for m in done[1:]) / seconds, f"{workers} workers, {stages} stages"
+
+
+def _peer(peer: str, store: Path, threads: int, steps: int, processes: int) -> tuple[float, str]:
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", "dtrain.bench.train_peers", peer, str(store), "--hidden", str(HIDDEN)]
+    command += ["--fanouts", *map(str, FANOUTS), "--batch", str(BATCH)]
+    command += ["--steps", str(steps), "--threads", str(threads)]
+    output = _run(command, os.environ | {"OMP_NUM_THREADS": str(threads)})
+    found = json.loads(output.strip().splitlines()[-1])
+    return found["seeds_per_s"], found["way"]
+
+
+def _run(command: list[str], environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=_WAIT_S, check=False
+    )
+    if done.returncode:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise DtrainError(f"bench: {' '.join(command[1:5])} ended with {done.returncode}: {last}")
+    return done.stdout
