@@ -107,7 +107,8 @@ def choose_plan(
         return drawn
 
     choice = _choose(drafts, costs, cluster, SEARCH_ACTIONS)
-    plan = replace(choice.plan, reason=f"{choice.plan.reason}; {choice.reason}")
+    grid = f"{len(members)} workers over {layout.num_stages} stages"
+    plan = replace(choice.plan, reason=f"{grid}: {choice.reason}")
     return replace(choice, plan=plan)
 
 

@@ -16,6 +16,7 @@ from dtrain.cli.env import env_command
 from dtrain.cli.eval import eval_command
 from dtrain.cli.inject import inject_command
 from dtrain.cli.join import join_command
+from dtrain.cli.plan import plan_command
 from dtrain.cli.run import CONTEXT, USAGE, run_command
 from dtrain.cli.simulate import simulate_command
 from dtrain.errors import DtrainError
@@ -46,6 +47,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoint.app, name="checkpoint", help="Look at, verify, compare and export.")
 app.command("run", context_settings=CONTEXT, help=USAGE)(run_command)
 app.command("join")(join_command)
+app.command("plan")(plan_command)
 app.command("eval")(eval_command)
 app.command("inject")(inject_command)
 app.command("chaos")(chaos_command)

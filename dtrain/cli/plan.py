@@ -1,0 +1,322 @@
+"""``dtrain plan``: show what a plan looks like, what it is predicted to take, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dtrain.errors import DtrainError
+
+if TYPE_CHECKING:
+    from dtrain.config import Config
+    from dtrain.planview import Spans
+    from dtrain.scheduler import Cluster, Plan
+    from dtrain.scheduler.costmodel import CostModel
+    from dtrain.scheduler.predict import Prediction
+
+
+@dataclass
+class Shown:
+    """A plan with its prediction, and the pictures to draw: title -> spans."""
+
+    plan: Plan
+    prediction: Prediction
+    why: str
+    pictures: dict[str, Spans]
+    compared_ms: dict[str, float]
+    measured_ms: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that is shown, times in milliseconds."""
+        plan, found = self.plan, self.prediction
+        return {
+            "generation": plan.generation,
+            "cuts": list(plan.layout.cuts),
+            "workers": list(plan.workers),
+            "holders": [list(held) for held in plan.holders],
+            "executors": [list(runs) for runs in plan.executors],
+            "actions": {
+                str(w): [
+                    {
+                        "kind": s.action.kind,
+                        "stage": s.action.stage,
+                        "microbatch": s.action.microbatch,
+                        "start_ms": s.start / 1e6,
+                        "end_ms": s.end / 1e6,
+                    }
+                    for s in spans
+                ]
+                for w, spans in found.spans.items()
+            },
+            "predicted_step_ms": found.step_ticks / 1e6,
+            "makespan_ms": found.makespan / 1e6,
+            "critical_path_ms": found.critical_path / 1e6,
+            "busy_ms": {str(w): ticks / 1e6 for w, ticks in found.busy.items()},
+            "bubble": found.bubble,
+            "memory_bytes": {str(w): size for w, size in found.memory_bytes.items()},
+            "over_memory": list(found.over),
+            "compared_ms": self.compared_ms,
+            "measured_step_ms": self.measured_ms,
+            "reason": self.why,
+        }
+
+
+def plan_command(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="A run's configuration.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="workers to plan for")] = 4,
+    fail: Annotated[str, typer.Option(metavar="W,...", help="workers lost after that")] = "",
+    slow: Annotated[
+        str, typer.Option(metavar="W=F,...", help="workers that take F times as long")
+    ] = "",
+    stages: Annotated[
+        str | None, typer.Option(help="stages instead of the configuration's, or auto")
+    ] = None,
+    memory_mib: Annotated[
+        int | None, typer.Option(min=1, help="memory of each worker for states and activations")
+    ] = None,
+    per_node: Annotated[
+        int | None, typer.Option(min=1, help="workers on a node: a failure domain")
+    ] = None,
+    gbit_s: Annotated[float | None, typer.Option(help="bandwidth between workers")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="step whose microbatches are planned for")
+    ] = None,
+    learn: Annotated[
+        Path | None, typer.Option(help="run folder whose recorded actions the costs are fitted to")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="show a recorded step of this run, and its prediction")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.field=value; may be repeated")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="draw to this SVG file")] = None,
+    png: Annotated[Path | None, typer.Option(help="draw to this PNG file")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write a Chrome trace to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a plan: who does what when, who holds what, the predicted step time, and why."""
+    if (config is None) == (run is None):
+        raise DtrainError("plan: expected CONFIG or --run, one of them; see dtrain plan --help")
+    if run is not None:
+        shown = _recorded(run, step)
+    else:
+        assert config is not None
+        from dtrain.config import load_config
+
+        changes = list(overrides or [])
+        if stages is not None and stages != "auto":
+            changes.append(f"parallel.stages={stages}")
+        loaded = load_config(config, changes)
+        members = list(range(workers))
+        cluster = _cluster(members, _pairs(slow, workers), memory_mib, per_node, gbit_s)
+        lost = _numbers("--fail", fail, workers)
+        shown = _planned(loaded, members, lost, cluster, stages == "auto", step or 0, learn)
+    _write(shown, svg, png, trace)
+    if as_json:
+        typer.echo(json.dumps(shown.as_json()))
+    else:
+        _print(shown)
+
+
+def _numbers(option: str, text: str, workers: int) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if any(not part.isdigit() or int(part) >= workers for part in parts):
+        raise DtrainError(f"{option}: expected workers 0 to {workers - 1}, got {text!r}")
+    found = sorted({int(part) for part in parts})
+    if len(found) == workers:
+        raise DtrainError(f"{option}: expected at least one worker to stay, got all {workers}")
+    return found
+
+
+def _pairs(text: str, workers: int) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for part in (p for p in text.split(",") if p.strip()):
+        name, _, factor = part.partition("=")
+        try:
+            worker, value = int(name), float(factor)
+        except ValueError:
+            worker, value = -1, 0.0
+        if not 0 <= worker < workers or not 0 < value < 1e6:
+            raise DtrainError(
+                f"--slow: expected WORKER=FACTOR with a worker of 0 to {workers - 1} and a factor "
+                f"above 0, got {part!r}"
+            )
+        found[worker] = value
+    return found
+
+
+def _cluster(
+    members: Sequence[int],
+    slowness: Mapping[int, float],
+    memory_mib: int | None,
+    per_node: int | None,
+    gbit_s: float | None,
+) -> Cluster:
+    from dtrain.scheduler import Cluster
+
+    return Cluster(
+        slowness=slowness,
+        domains={w: ("rack", f"node{w // per_node}") for w in members} if per_node else {},
+        memory_bytes=dict.fromkeys(members, memory_mib << 20) if memory_mib else {},
+        bandwidth_bytes_s=gbit_s * 1e9 / 8 if gbit_s else None,
+    )
+
+
+def _planned(
+    config: Config,
+    members: Sequence[int],
+    lost: Sequence[int],
+    cluster: Cluster,
+    auto: bool,
+    step: int,
+    learn: Path | None,
+) -> Shown:
+    from dtrain.data.store import GraphStore
+    from dtrain.planning import (
+        batch_source,
+        block_sizes,
+        config_layout,
+        costs_of_sizes,
+        model_shapes,
+    )
+    from dtrain.scheduler import StepCosts
+    from dtrain.scheduler.costmodel import CostModel
+    from dtrain.scheduler.cuts import choose_stages
+    from dtrain.scheduler.search import choose_plan, choose_replan
+
+    store = GraphStore.open(config.data.store, config.data.cache_dir)
+    parallel = config.parallel
+    sizes = block_sizes(batch_source(config, store), step, parallel.microbatches)
+    shapes = model_shapes(config, store)
+    model, device, origin = CostModel(), "cpu", "recorded defaults for a CPU"
+    if learn is not None:
+        model, device = _learned(learn)
+        origin = f"the recorded actions of {learn}"
+
+    def costs_of(cuts: tuple[int, ...]) -> StepCosts:
+        return costs_of_sizes(config, model, device, shapes, cuts, sizes)
+
+    layout = config_layout(config)
+    said = [f"costs from {origin}"]
+    if auto:
+        found = choose_stages(
+            costs_of,
+            config.model.layers,
+            parallel.microbatches,
+            members,
+            1,
+            redundancy=parallel.redundancy,
+            schedule=parallel.schedule,
+            cluster=cluster,
+        )
+        choice = found.choice
+        layout = choice.plan.layout
+        said.append(found.reason)
+    else:
+        choice = choose_plan(layout, members, 1, costs_of(layout.cuts), cluster)
+    pictures: dict[str, Spans] = {"predicted": choice.prediction.spans}
+    if lost:
+        before = choice.prediction
+        left = [w for w in members if w not in lost]
+        choice = choose_replan(choice.plan, left, 2, "", costs_of(layout.cuts), cluster)
+        share = before.step_ticks / choice.prediction.step_ticks
+        said.append(f"{share:.1%} of the throughput with all {len(members)} workers")
+        pictures = {"before": before.spans, "after the loss": choice.prediction.spans}
+    compared = {name: ticks / 1e6 for name, ticks in choice.compared.items()}
+    why = "; ".join([choice.plan.reason.removeprefix("; "), *said])
+    return Shown(choice.plan, choice.prediction, why, pictures, compared)
+
+
+def _learned(run: Path) -> tuple[CostModel, str]:
+    from dtrain.recorded import RecordedRun
+    from dtrain.scheduler.costmodel import CostModel
+
+    recorded = RecordedRun(str(run))
+    model = CostModel()
+    recorded.teach(model, recorded.steps)
+    return model, recorded.device
+
+
+def _recorded(run: Path, step: int | None) -> Shown:
+    """A step as it was measured, and as a model fitted to the other steps predicts it."""
+    from dtrain.recorded import RecordedRun
+    from dtrain.scheduler.costmodel import CostModel
+
+    recorded = RecordedRun(str(run))
+    steps = recorded.steps
+    if step is None and steps:
+        step = sorted(steps, key=recorded.measured_s)[len(steps) // 2]
+    others = [t for t in steps if t != step]
+    if step not in steps or not others:
+        known = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        raise DtrainError(f"--step: expected a recorded step of two at least ({known}), got {step}")
+    model = CostModel()
+    recorded.teach(model, others)
+    expected = recorded.prediction(step, model)
+    measured_s = recorded.measured_s(step)
+    pictures: dict[str, Spans] = {"predicted": expected.spans, "measured": recorded.spans(step)}
+    off = expected.step_ticks / 1e9 / measured_s - 1
+    why = f"step {step} of {run}: predicted {off:+.1%} of what was measured"
+    return Shown(recorded.plan(step), expected, why, pictures, {}, 1e3 * measured_s)
+
+
+def _write(shown: Shown, svg: Path | None, png: Path | None, trace: Path | None) -> None:
+    from dtrain.planview import chrome_trace, save_figure
+
+    for target, suffix in ((svg, ".svg"), (png, ".png")):
+        if target is not None:
+            if target.suffix != suffix:
+                raise DtrainError(
+                    f"--{suffix[1:]}: expected a name that ends in {suffix}, got {target}"
+                )
+            save_figure(shown.pictures, target, shown.plan.describe())
+    if trace is not None:
+        try:
+            trace.write_text(json.dumps(chrome_trace(shown.pictures)))
+        except OSError as error:
+            raise DtrainError(f"--trace {trace}: cannot be written ({error.strerror})") from error
+
+
+def _print(shown: Shown) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dtrain.planview import end_of, grid, legend
+
+    console = Console()
+    plan, found = shown.plan, shown.prediction
+    last = end_of(*shown.pictures.values())
+    for title, spans in shown.pictures.items():
+        console.print(f"{title} (0 to {last / 1e6:.2f} ms)", highlight=False)
+        for line in grid(spans, console.width, last):
+            console.print(line, no_wrap=True, overflow="crop")
+    console.print(legend(plan.num_stages))
+    table = Table("stage", "layers", "holders", "executes")
+    for s, held in enumerate(plan.holders):
+        layers = plan.layout.layers_of(s)
+        runs = ", ".join(f"{w}: {n}" for w in held if (n := plan.executors[s].count(w)))
+        table.add_row(str(s), f"{layers.start}-{layers.stop - 1}", ", ".join(map(str, held)), runs)
+    console.print(table)
+    table = Table("worker", "busy ms", "memory MiB")
+    for w in plan.workers:
+        mark = " (too much)" if w in found.over else ""
+        size = f"{found.memory_bytes[w] / 2**20:.1f}{mark}"
+        table.add_row(str(w), f"{found.busy[w] / 1e6:.2f}", size)
+    console.print(table)
+    bound = max(found.critical_path, *found.busy.values()) / 1e6
+    console.print(
+        f"predicted step {found.step_ticks / 1e6:.2f} ms: actions {found.makespan / 1e6:.2f} ms "
+        f"(at least {bound:.2f}), {found.bubble:.0%} of the workers' time waiting",
+        highlight=False,
+    )
+    if shown.measured_ms is not None:
+        console.print(f"measured step {shown.measured_ms:.2f} ms", highlight=False)
+    console.print(shown.why, highlight=False, markup=False)
