@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dtrain.faults import processes
+
+_LOOKS = 20
 
 
 class Follower:
@@ -35,11 +38,20 @@ class Follower:
 
 @dataclass
 class Resources:
-    """A trainer's descriptors and threads: after its first committed steps, and last seen."""
+    """A trainer's descriptors and threads: after its first committed steps, and last seen.
+
+    The last is the least of some looks: while a generation ends, two are there at once.
+    """
 
     worker: int
     first: tuple[int, int]
-    last: tuple[int, int]
+    looks: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_LOOKS))
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """Descriptors and threads, each the least of the last looks."""
+        descriptors, threads = zip(*self.looks, strict=True)
+        return min(descriptors), min(threads)
 
 
 @dataclass
@@ -68,8 +80,8 @@ class Watch:
             counts = processes.counts_of(pid)
             if counts is None:
                 continue
-            seen = self.resources.setdefault(pid, Resources(worker, counts, counts))
-            seen.last = counts
+            seen = self.resources.setdefault(pid, Resources(worker, counts))
+            seen.looks.append(counts)
 
     @property
     def steps(self) -> list[dict[str, Any]]:

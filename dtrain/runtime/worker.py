@@ -14,7 +14,14 @@ import torch
 
 from dtrain.config import Config
 from dtrain.deepspeed_options import zero_stage
-from dtrain.errors import EvictedError, LeftError, PeerLostError, ShutdownError, StoreLostError
+from dtrain.errors import (
+    EvictedError,
+    FaultyHardwareError,
+    LeftError,
+    PeerLostError,
+    ShutdownError,
+    StoreLostError,
+)
 from dtrain.faults.injector import Injector
 from dtrain.runfolder import RunFolder
 from dtrain.runtime.comm import first_line, lone_group
@@ -184,6 +191,11 @@ class _Life:
             around.transport.enter(generation.number + 1, generation.fault)
             self._holdings.broke_s = noticed
             return False, why
+        except (LeftError, ShutdownError):
+            raise
+        except FaultyHardwareError as error:
+            self._event("worker_faulty", str(error), generation=generation.number)
+            raise
         except Exception as error:
             # The others must not wait for this worker, whatever it died of.
             self._event("worker_failed", f"{type(error).__name__}: {first_line(error)}")
