@@ -47,8 +47,8 @@ def test_every_phase_and_every_way_of_every_kind_is_in_some_scenario() -> None:
     faults = [fault for config in configs for fault in config.faults]
     kills = {f.phase for f in faults if (f.kind, f.how) == ("crash", "sigkill")}
     assert kills >= set(PHASES)
-    # Stopped agents and nodes and a network within one host are for dtrain inject.
-    elsewhere = {("agent", "stop"), ("node", "stop"), *(("network", h) for h in HOW["network"])}
+    # Stopped agents and nodes are for dtrain inject.
+    elsewhere = {("agent", "stop"), ("node", "stop")}
     wanted = {(kind, how) for kind, ways in HOW.items() for how in ways or (None,)}
     assert wanted - {(f.kind, f.how) for f in faults} == elsewhere
 

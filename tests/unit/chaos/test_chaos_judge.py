@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -148,11 +149,15 @@ def test_an_expectation_is_checked(
 
 def test_what_grows_with_every_generation_is_seen(tmp_path: Path) -> None:
     watch = watch_of(tmp_path)
-    watch.resources = {1: Resources(0, (50, 20), (60, 22)), 2: Resources(1, (50, 20), (150, 20))}
-    assert resources_kept(watch, 60) == []
+    watch.resources = {
+        1: Resources(0, (50, 20), deque([(90, 40), (60, 22)])),
+        2: Resources(1, (50, 20), deque([(150, 20)])),
+    }
     assert resources_kept(watch, 10) == [
-        "descriptors: expected growth of at most 36 in 10 generations, got 100"
+        "descriptors: expected growth of at most 16 in 10 generations, got 100"
     ]
+    del watch.resources[2]
+    assert resources_kept(watch, 10) == []
 
 
 def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
