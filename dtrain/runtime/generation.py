@@ -51,7 +51,6 @@ class Holdings:
     best: dict[int, dict[str, Any]] = field(default_factory=dict)
     partitions: Partitions | None = None
     snapshots: dict[tuple[int, int], StageState] = field(default_factory=dict)
-    last_vote: tuple[float, float] | None = None
     broke_s: float | None = None
 
     def state(self, stage: int) -> StageState:
@@ -93,7 +92,7 @@ class Holdings:
         """(loss, norm) of the newest step whose full vote was seen here, unless one is pending
         whose vote was not."""
         pending = self.transaction.pending if self.transaction is not None else None
-        return pending.vote if pending is not None else self.last_vote
+        return pending.vote if pending is not None else self.progress.vote
 
 
 @dataclass(frozen=True)
@@ -224,10 +223,9 @@ class Generation:
         assert holdings.transaction is not None
         details = self._agreement.details
         votes = [details[self.peers[w]].vote for w in settlement.witnesses]
-        # A witness that received its state from another has not seen the vote itself.
         vote = next(v for v in votes if v is not None)
         holdings.transaction.apply_pending(vote[1])
-        holdings.last_vote = vote
+        holdings.progress.vote = vote
         step = holdings.progress.step
         holdings.commit(step, self.around.job.source.step_seeds(step))
 

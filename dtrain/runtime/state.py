@@ -34,9 +34,11 @@ class Progress:
 
     ``step``: committed steps. ``seeds_trained``: seed nodes of all of them. ``schedule``: the
     learning-rate schedule. ``evaluated``: newest step that was evaluated. ``generations``:
-    memberships so far. ``steps_replayed``: steps begun, discarded and run again. ``departures``:
-    worker -> committed steps at which it was lost or left, the newest ones. ``memory``: what the
-    scheduler has learnt (its cost model), as JSON under a name for each of its parts.
+    memberships so far. ``steps_replayed``: steps begun, discarded and run again.
+    ``steps_skipped``: steps left out. ``vote``: (loss, gradient norm) of the newest step.
+    ``departures``: worker -> committed steps at which it was lost or left, the newest ones.
+    ``memory``: what the scheduler has learnt (its cost model), as JSON under a name for each of
+    its parts.
     """
 
     step: int = 0
@@ -47,6 +49,7 @@ class Progress:
     generations: int = 0
     steps_replayed: int = 0
     steps_skipped: int = 0
+    vote: tuple[float, float] | None = None
     departures: dict[str, list[int]] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
 
@@ -54,7 +57,8 @@ class Progress:
     def of(cls, saved: Mapping[str, Any]) -> Progress:
         """From what :meth:`as_json` made."""
         best = Best(**saved["best"]) if saved["best"] else None
-        return cls(**{**saved, "best": best})
+        vote = tuple(saved["vote"]) if saved.get("vote") else None
+        return cls(**{**saved, "best": best, "vote": vote})
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""

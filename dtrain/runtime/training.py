@@ -166,7 +166,8 @@ class Training:
                 step=generation.resumed_from,
                 steps_lost=lost,
             )
-        self._log_voted_step()
+        if settlement.tier < 2:
+            self._log_voted_step()
         self._folder.write_run(self._record("running"))
 
     def _last_logged(self) -> int:
@@ -174,7 +175,7 @@ class Training:
 
     def _log_voted_step(self) -> None:
         """Write the newest step's metrics if its leader died before it could."""
-        done, vote = self._holdings.progress.step, self._holdings.last_vote
+        done, vote = self._holdings.progress.step, self._holdings.progress.vote
         if vote is not None and self._last_logged() < done:
             self._log_step(done - 1, *vote, seconds=None)
 
@@ -196,7 +197,7 @@ class Training:
         """Book a committed step, and do what is due."""
         progress = self._holdings.progress
         self._holdings.commit(outcome.step, outcome.seeds)
-        self._holdings.last_vote = (outcome.loss, outcome.norm)
+        progress.vote = None if outcome.skipped else (outcome.loss, outcome.norm)
         if outcome.skipped:
             progress.steps_skipped += 1
         if self._generation.leads:
