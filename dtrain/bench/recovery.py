@@ -116,7 +116,10 @@ def _overhead(folder: Path, store: Path, workers: int) -> float:
     the machine does meets both alike.
     """
     patient = {"lease_s": 60.0}
-    bare = {"parallel": {"redundancy": 1}, "robust": {**patient, "snapshot_every": 1 << 30}}
+    bare: dict[str, dict[str, Any]] = {
+        "parallel": {"redundancy": 1},
+        "robust": {**patient, "snapshot_every": 1 << 30},
+    }
     on = _Job(folder, "overhead-on", store, workers, {"robust": patient})
     on.stop()
     off = _Job(folder, "overhead-off", store, workers, bare)
