@@ -15,6 +15,8 @@ from torch import Tensor
 from dtrain.bench.contest import OURS, Row, compare, geometric_mean, installed
 from dtrain.bench.graphs import patterns
 from dtrain.bench.memory import peak_growth_bytes
+from dtrain.bench.sparse_features import OP as SPARSE_STEP
+from dtrain.bench.sparse_features import cora_step
 from dtrain.kernels.csr import Csr
 from dtrain.kernels.spmm import spmm, spmm_max, spmm_mean
 
@@ -78,6 +80,9 @@ def bench_kernels(
             if not peaks and only in "gat fwd+bwd":
                 layers = _gat_contenders(csr, peers)
                 peaks = {name: peak_growth_bytes(call) for name, call in layers.items()}
+        step = cora_step(folder, peers) if only in f"{SPARSE_STEP} cora" else {}
+        if step:
+            rows += compare(SPARSE_STEP, "cora", "1433-16-7", step, budget_s)
     finally:
         torch.set_num_threads(before)
     return KernelReport(rows, _means(rows, peaks), peaks, threads, torch.__version__)
@@ -199,6 +204,7 @@ def _means(rows: list[Row], peaks: dict[str, int]) -> dict[str, float | None]:
         "spmm_max_fwd_bwd_vs_pyg": mean("spmm max fwd+bwd", "pyg"),
         "gat_fwd_bwd_vs_pyg": mean("gat fwd+bwd", "pyg"),
         "gat_memory_vs_pyg": memory,
+        "sparse_gcn_step_vs_pyg": mean(SPARSE_STEP, "pyg"),
     }
 
 
