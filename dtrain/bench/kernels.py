@@ -18,6 +18,7 @@ from dtrain.bench.memory import peak_growth_bytes
 from dtrain.bench.sparse_features import OP as SPARSE_STEP
 from dtrain.bench.sparse_features import cora_step
 from dtrain.kernels.csr import Csr
+from dtrain.kernels.maxk import maxk, spmm_maxk
 from dtrain.kernels.spmm import spmm, spmm_max, spmm_mean
 
 WIDTHS = (16, 64, 256)
@@ -75,8 +76,7 @@ def bench_kernels(
             for case in _cases(csr, peers):
                 if only in f"{case.op} {graph} {case.shape}":
                     rows += compare(case.op, graph, case.shape, case.contenders, budget_s)
-                    for row in rows[-len(peers) :]:
-                        say(f"{row.op} {graph} {row.shape}: {row.ratio} x {row.peer}")
+                    say(f"{case.op} {graph} {case.shape}: {rows[-1].ratio} x {rows[-1].peer}")
             if not peaks and only in "gat fwd+bwd":
                 layers = _gat_contenders(csr, peers)
                 peaks = {name: peak_growth_bytes(call) for name, call in layers.items()}
@@ -112,6 +112,7 @@ def _cases(csr: Csr, peers: list[str]) -> Iterator[_Case]:
                     contenders[name] = _timed(call, x, backward)
                 yield _Case(f"{op} {suffix}", f"F={width}", contenders)
     yield _Case("gat fwd+bwd", "8x8", _gat_contenders(csr, peers))
+    yield _maxk_case(csr)
 
 
 def _timed(call: Callable[[Tensor], Tensor], x: Tensor, backward: bool) -> Call:
@@ -165,6 +166,18 @@ def _spmm_peers(
     return ways
 
 
+def _maxk_case(csr: Csr) -> _Case:
+    """MaxK and its product, beside the product of the dense rows, both passes."""
+    width, k = WIDTHS[-1], 16
+    x, weight = _random(csr.num_cols, width).requires_grad_(), _random(csr.nnz).abs()
+    grad = _random(csr.num_rows, width)
+    contenders: dict[str, Call] = {
+        OURS: lambda: torch.autograd.grad(spmm_maxk(csr, maxk(x, k), weight), x, grad),
+        "dense: dtrain's spmm": lambda: torch.autograd.grad(spmm(csr, x, weight), x, grad),
+    }
+    return _Case("maxk fwd+bwd", f"F={width} k={k}", contenders)
+
+
 def _gat_contenders(csr: Csr, peers: list[str]) -> dict[str, Call]:
     """A layer of 8 heads of width 8 on 64 columns, forward and backward to all parameters."""
     from dtrain.data.block import Block
@@ -204,6 +217,7 @@ def _means(rows: list[Row], peaks: dict[str, int]) -> dict[str, float | None]:
         "spmm_max_fwd_bwd_vs_pyg": mean("spmm max fwd+bwd", "pyg"),
         "gat_fwd_bwd_vs_pyg": mean("gat fwd+bwd", "pyg"),
         "gat_memory_vs_pyg": memory,
+        "maxk_vs_dense": mean("maxk fwd+bwd", "dense"),
         "sparse_gcn_step_vs_pyg": mean(SPARSE_STEP, "pyg"),
     }
 

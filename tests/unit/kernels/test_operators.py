@@ -10,9 +10,14 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from dtrain.kernels.csr import Csr, SparseRows
+from dtrain.kernels.edge_softmax import edge_softmax
+from dtrain.kernels.edge_softmax import reference as softmax_reference
 from dtrain.kernels.gat import gat
 from dtrain.kernels.gat import reference as gat_reference
 from dtrain.kernels.gat.reference import Attention
+from dtrain.kernels.maxk import maxk, spmm_maxk
+from dtrain.kernels.maxk import reference as maxk_reference
+from dtrain.kernels.rows import gather_rows, scatter_rows, segment_reduce
 from dtrain.kernels.sddmm import reference as sddmm_reference
 from dtrain.kernels.sddmm import sddmm_dot
 from dtrain.kernels.sparse_linear import reference as linear_reference
@@ -41,6 +46,12 @@ def _gat_arguments(csr: Csr, width: int, dtype: torch.dtype) -> list[Tensor]:
 def _random(*shape: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape) + len(shape))
     return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Zeros but for the elements that :func:`maxk` keeps, differentiable by autograd."""
+    columns = maxk_reference.choose(x.detach(), 1 + x.shape[1] // 3).long()
+    return torch.zeros_like(x).scatter(1, columns, x.gather(1, columns))
 
 
 OPERATORS: dict[str, tuple[Operator, Operator, Callable[..., list[Tensor]]]] = {
@@ -78,6 +89,21 @@ OPERATORS: dict[str, tuple[Operator, Operator, Callable[..., list[Tensor]]]] = {
         lambda csr, *a: gat(csr, *a, **ATTENTION),
         lambda csr, *a: gat_reference.forward(csr, *a, Attention(**ATTENTION))[0],
         _gat_arguments,
+    ),
+    "edge softmax": (
+        edge_softmax,
+        softmax_reference.forward,
+        lambda csr, width, dtype: [_random(csr.nnz, width, dtype=dtype)],
+    ),
+    "maxk": (
+        lambda csr, x, weight: spmm_maxk(csr, maxk(x, 1 + x.shape[1] // 3), weight),
+        lambda csr, x, weight: spmm_reference.spmm(csr, _largest(x), weight),
+        _spmm_arguments,
+    ),
+    "scattered and gathered rows": (
+        lambda csr, x: scatter_rows(gather_rows(x, csr.indices), csr.row_of_entry(), csr.num_rows),
+        lambda csr, x: spmm_reference.spmm(csr, x, None),
+        lambda *a: _spmm_arguments(*a)[:1],
     ),
     "sparse linear": (
         lambda csr, w, values: sparse_linear(SparseRows(csr, values), w),
@@ -210,3 +236,23 @@ def test_wrong_weights_and_scores_are_refused(large: Csr) -> None:
         gat(large, x[:, None], torch.zeros(large.num_cols, 2), torch.zeros(large.num_rows, 1))
     with pytest.raises(ValueError, match="sddmm_dot: expected a"):
         sddmm_dot(large, x[:5], x)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+def test_segments_are_reduced(reduce: str) -> None:
+    values = torch.tensor([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0]])
+    found = segment_reduce(values, torch.tensor([0, 2, 2, 3]), reduce)
+    expected = getattr(
+        values[:2], "amax" if reduce == "max" else reduce if reduce != "min" else "amin"
+    )(0)
+    assert torch.equal(found, torch.stack([expected, torch.zeros(2), values[2]]))
+
+
+def test_maxk_takes_the_first_of_equals_and_wide_rows() -> None:
+    rows = maxk(torch.tensor([[1.0, 3.0, 3.0, 3.0], [-1.0, -2.0, -3.0, -4.0]]), 2)
+    assert rows.columns.tolist() == [[1, 2], [0, 1]]
+    wide = torch.randn(5, 300)
+    rows = maxk(wide, 7)
+    assert rows.columns.dtype == torch.int32
+    assert torch.equal(rows.columns, maxk_reference.choose(wide, 7))
+    assert torch.equal(rows.to_dense() != 0, wide >= wide.topk(7).values[:, -1:])

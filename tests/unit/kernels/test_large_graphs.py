@@ -1,0 +1,94 @@
+"""Operators on a road network and on a hub of 50,000 neighbours, and on parts of a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtrain.data.importers import ImportOptions, import_graph
+from dtrain.kernels.csr import Csr
+from dtrain.kernels.edge_softmax import edge_softmax
+from dtrain.kernels.edge_softmax import reference as softmax_reference
+from dtrain.kernels.gat import gat
+from dtrain.kernels.gat import reference as gat_reference
+from dtrain.kernels.gat.reference import Attention
+from dtrain.kernels.spmm import reference, spmm, spmm_max, spmm_mean
+
+HUB = 50_000
+Operator = Callable[..., Tensor]
+SPLIT: dict[str, Operator] = {
+    "sum": lambda csr, x, w, *_: spmm(csr, x, w),
+    "mean": lambda csr, x, *_: spmm_mean(csr, x),
+    "max": lambda csr, x, *_: spmm_max(csr, x)[0],
+    "gat": lambda csr, x, w, src, dst: gat(csr, x.view(len(x), 2, -1), src, dst).flatten(1),
+}
+
+
+def _star() -> Csr:
+    indptr = torch.cat([torch.tensor([0]), torch.arange(HUB, 2 * HUB + 1)])
+    return Csr(indptr, torch.cat([torch.arange(1, HUB + 1), torch.zeros(HUB).long()]), HUB + 1)
+
+
+@pytest.fixture(params=["star", "road"])
+def pattern(request: pytest.FixtureRequest) -> Csr:
+    if request.param == "star":
+        return _star()
+    folder: Path = request.getfixturevalue("shared_data")
+    graph = import_graph("mtx", str(folder / "mtx/luxembourg_osm.mtx"), ImportOptions())
+    indptr = torch.from_numpy(graph.indptr)
+    return Csr(indptr, torch.from_numpy(graph.indices).long(), len(indptr) - 1)
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def test_equal_to_the_reference_with_gradients(pattern: Csr) -> None:
+    x = _random(pattern.num_cols, 3, seed=0).requires_grad_()
+    weight = _random(pattern.nnz, seed=1).requires_grad_()
+    heads = _random(pattern.num_cols, 2, 3, seed=2).requires_grad_()
+    src = _random(pattern.num_cols, 2, seed=3).requires_grad_()
+    dst = _random(pattern.num_rows, 2, seed=4).requires_grad_()
+    scores = _random(pattern.nnz, 2, seed=5).requires_grad_()
+    attention = Attention(0.2, 0.0, 0)
+    cases: list[tuple[Tensor, Tensor, list[Tensor]]] = [
+        (spmm(pattern, x, weight), reference.spmm(pattern, x, weight), [x, weight]),
+        (spmm_mean(pattern, x), reference.spmm_mean(pattern, x), [x]),
+        (spmm_max(pattern, x)[0], reference.spmm_extreme(pattern, x, largest=True)[0], [x]),
+        (
+            edge_softmax(pattern, scores),
+            softmax_reference.forward(pattern, scores),
+            [scores],
+        ),
+        (
+            gat(pattern, heads, src, dst),
+            gat_reference.forward(pattern, heads, src, dst, attention)[0],
+            [heads, src, dst],
+        ),
+    ]
+    for found, expected, inputs in cases:
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        weights = torch.cos(torch.arange(found.numel(), dtype=torch.float64)).view(found.shape)
+        gradients = [
+            torch.autograd.grad((out * weights).sum(), inputs) for out in (found, expected)
+        ]
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", list(SPLIT))
+def test_a_block_in_parts_has_the_same_bits(name: str, large: Csr) -> None:
+    x, weight = _random(large.num_cols, 20, seed=0).float(), _random(large.nnz, seed=1).float()
+    src, dst = (_random(large.num_cols, 2, seed=s).float() for s in (2, 3))
+    whole = SPLIT[name](large, x, weight, src, dst)
+    parts = []
+    for first, end in ((0, 1), (1, 1200), (1200, large.num_rows)):
+        begin, stop = int(large.indptr[first]), int(large.indptr[end])
+        part = Csr(large.indptr[first : end + 1] - begin, large.indices[begin:stop], large.num_cols)
+        parts.append(SPLIT[name](part, x, weight[begin:stop], src, dst[first:end]))
+    assert torch.equal(torch.cat(parts), whole)
