@@ -152,8 +152,10 @@ class IntervalPolicy:
             raise ValueError(f"step: expected more than 0 s, got {step_s} s")
         cost_s, mtbf_s = self.cost.estimate_s(), self.rate.mtbf_s()
         best_s = daly_s(cost_s, mtbf_s)
-        best = max(1, round(min(best_s, self.longest_s) / step_s))
-        if not self.steps or abs(best - self.steps) > self.slack * self.steps:
+        most = max(1, int(self.longest_s / step_s))
+        best = min(max(1, round(best_s / step_s)), most)
+        off = abs(best - self.steps) > self.slack * self.steps
+        if not self.steps or off or self.steps > most:
             self.steps = best
         limit = f", at most {self.longest_s:g} s" if best_s > self.longest_s else ""
         reason = (

@@ -54,9 +54,9 @@ class LeaderRun(LeaderView):
         self.account = Account()
         self.ideal = Ideal(spec.layout, spec.step_time, spec.costs)
         mtbf_s = 1 / max(failures.losses_per_s(spec.workers), 1e-9)
-        self.intervals = IntervalPolicy(
-            FailureRate(mtbf_s), SaveCost(spec.save_s), spec.longest_interval_s
-        )
+        # Losses that need a checkpoint are rare, so that little is known and it is kept for long.
+        rate = FailureRate(mtbf_s, prior_s=2 * 3600.0, half_life_s=7 * 86400.0)
+        self.intervals = IntervalPolicy(rate, SaveCost(spec.save_s), spec.longest_interval_s)
         self.replayed = self.states_moved = self.microbatches_moved = 0
         self.tiers: Counter[int] = Counter()
         self.seen: Counter[str] = Counter()

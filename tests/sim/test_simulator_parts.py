@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dtrain.scheduler import Layout, even_cuts, make_plan
+from dtrain.scheduler import Layout, Plan, even_cuts, make_plan
+from dtrain.scheduler.costs import UNIFORM, Cluster
 from dtrain.scheduler.simulator.chance import Chance
+from dtrain.scheduler.simulator.errors import InvariantError
 from dtrain.scheduler.simulator.failures import (
     CapacityChange,
     FailureModel,
@@ -17,6 +19,7 @@ from dtrain.scheduler.simulator.failures import (
     most_workers,
     trace_incidents,
 )
+from dtrain.scheduler.simulator.invariants import check_plan
 from dtrain.scheduler.simulator.progress import Progress
 from dtrain.scheduler.simulator.steptime import makespan
 
@@ -114,3 +117,34 @@ def test_a_made_up_trace_stays_within_its_bounds() -> None:
     assert len(trace) > 300
     assert 32 <= min(sizes) < 50
     assert 64 < max(sizes) <= 80
+
+
+def _with(plan: Plan, **changed: object) -> Plan:
+    return replace(plan, **changed)  # type: ignore[arg-type]
+
+
+GOOD = make_plan(Layout(even_cuts(2, 2), 4, 2), range(4), 3)
+NODES = Cluster(domains={w: (f"node {w // 2}",) for w in range(4)})
+
+
+@pytest.mark.parametrize(
+    ("plan", "cluster", "said"),
+    [
+        (GOOD, UNIFORM, ""),
+        (GOOD, NODES, "one domain has all copies of stage 0"),
+        (_with(GOOD, generation=2), UNIFORM, "a plan of generation 2 in 3"),
+        (_with(GOOD, workers=(0, 1, 2)), UNIFORM, "not for the members"),
+        (_with(GOOD, holders=((0,), (2, 3))), UNIFORM, "stage 0 has holders"),
+        (_with(GOOD, holders=((0, 9), (2, 3))), UNIFORM, "held by strangers"),
+        (_with(GOOD, holders=((2, 3), (2, 3))), UNIFORM, "executed by others than its holders"),
+        (_with(GOOD, executors=((0,) * 3, (2,) * 4)), UNIFORM, "stage 0 runs 3 microbatches"),
+        (_with(GOOD, executors=((0,) * 4, (2,) * 4)), UNIFORM, "orders of other executors"),
+        (_with(GOOD, actions={w: GOOD.actions[w] for w in range(3)}), UNIFORM, "worker 3 does 0"),
+    ],
+)
+def test_a_broken_plan_is_seen(plan: Plan, cluster: Cluster, said: str) -> None:
+    if not said:
+        check_plan(plan, 3, range(4), cluster)
+        return
+    with pytest.raises(InvariantError, match=said):
+        check_plan(plan, 3, range(4), cluster)

@@ -66,3 +66,4 @@ def test_the_interval_is_estimated_anew_but_not_for_noise() -> None:
 def test_the_interval_has_a_limit() -> None:
     policy = IntervalPolicy(FailureRate(1e9), SaveCost(10.0), longest_s=600.0)
     assert policy.interval(2.0).steps == 300
+    assert policy.interval(2.1).steps == 285
