@@ -483,10 +483,19 @@ class Membership:
         return bool(survivors) and self._waited_s() >= self.policy.wait_s
 
     def _veterans(self) -> frozenset[Peer]:
-        """Members of the newest proposal who may have state that its other members have not."""
-        if self.newest is None or self.newest is self.current:
+        """Members of the newest proposal who may have state that its other members have not.
+
+        From what all have heard alone: two who cannot reach each other must agree on who gives way.
+        """
+        newest = self.newest
+        if newest is None:
             return self._former
-        had = {a.peer for a in self.newest.members if a.since > 0 and (a.stages or a.snapshots)}
+        for a in self.known.values():
+            # Nothing is committed before all members have the state, so one is as good as all.
+            formed = a.since == newest.number and (a.stages or a.snapshots or a.committed)
+            if formed and a.peer in self._former:
+                return self._former
+        had = {a.peer for a in newest.members if a.since > 0 and (a.stages or a.snapshots)}
         return frozenset(had) or self._former
 
     def _should_wait(

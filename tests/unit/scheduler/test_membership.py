@@ -388,6 +388,31 @@ def test_of_two_at_odds_who_are_both_needed_the_higher_makes_room_for_a_new_life
         assert kinds(me.step(6.0, Tick())) == expected
 
 
+def test_two_at_odds_agree_on_who_gives_way_though_only_one_has_entered() -> None:
+    """Generation 2 let worker 0 in, and broke before anybody brought it the state."""
+    both_needed = replace(POLICY, min_workers=2)
+    veteran = said(1, round=2, since=1, seen=1, stages=(0,))
+    proposal = Proposal(2, (said(0, "b"), veteran), "")
+    at_odds = (
+        Announced(said(0, "b", round=2, since=2, seen=2, unreachable=(peer(1),))),
+        Announced(said(1, round=3, since=1, seen=2, stages=(0,), unreachable=(peer(0, "b"),))),
+    )
+    entered = Membership(Announcement(peer(0, "b")), both_needed)
+    entered.step(0.0, Regroup(entered.me, "started"), Announced(entered.me))
+    entered.step(1.0, Proposed(proposal), Answered(2, peer(1)))
+    assert entered.state == "member"
+    entered.step(2.0, Lost(peer(1), "is silent", False))
+    entered.step(2.0, Regroup(entered.me, "a fault"))
+    not_entered = member(1, 0)
+    not_entered.step(1.0, Lost(peer(0), "has ended", True))
+    not_entered.step(1.0, Regroup(replace(veteran, round=0), "a fault"), Announced(said(0, "b")))
+    not_entered.step(1.0, Proposed(proposal))
+    not_entered.step(2.0, Lost(peer(0, "b"), "is silent", False))
+    out = [kinds(m.step(60.0, *at_odds, Tick())) for m in (entered, not_entered)]
+    assert out[0][-1:] == ["Withdraw"]
+    assert "Withdraw" not in out[1]
+
+
 def test_a_newcomer_without_state_does_not_evict_members_who_have_it() -> None:
     """Named together with two members, and cut off from them before it entered."""
     me = machine(0)
