@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from dtrain.deepspeed_options import check_deepspeed
 from dtrain.errors import DtrainError
@@ -108,7 +114,9 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """How the work is laid out; nothing here but ``microbatches`` changes the result."""
 
-    stages: int = Field(1, ge=1)
+    stages: int | Literal["auto"] = Field(
+        1, description="auto: as many as are predicted fastest within memory_mib"
+    )
     cuts: list[int] | None = Field(None, description="first layer of each stage after stage 0")
     microbatches: int = Field(4, ge=1)
     redundancy: int = Field(2, ge=1)
@@ -117,11 +125,26 @@ class ParallelConfig(Section):
     spares: int = Field(
         0, ge=0, description="workers that wait, ready, to take the place of one that is lost"
     )
+    memory_mib: int | None = Field(
+        None, ge=1, description="a worker's memory for states and activations; none: no limit"
+    )
     threads_per_worker: int = Field(1, ge=1)
     record_actions: bool = Field(
         False, description="write the times of every step's actions to the run folder"
     )
     timeout_s: float = Field(300.0, gt=0, description="longest wait for a peer before giving up")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stages(cls, raw: Any) -> Any:
+        # Of a union pydantic would tell what is wrong with each of its parts.
+        value = raw.get("stages", 1) if isinstance(raw, dict) else 1
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if value != "auto" and not whole:
+            raise ValueError(
+                f"stages: expected a whole number of at least 1, or auto, got {value!r}"
+            )
+        return raw
 
 
 class CheckpointConfig(Section):
@@ -212,12 +235,18 @@ class Config(Section):
     @model_validator(mode="after")
     def _shape(self) -> Config:
         layers, par = self.model.layers, self.parallel
-        if par.stages > layers:
+        if par.stages == "auto":
+            if par.cuts is not None:
+                raise ValueError(
+                    f"parallel.cuts: expected none with parallel.stages=auto, got {par.cuts}; "
+                    "set parallel.stages"
+                )
+        elif par.stages > layers:
             raise ValueError(
                 f"parallel.stages: expected at most model.layers = {layers}, got {par.stages}; "
                 "use fewer stages or more layers"
             )
-        if par.cuts is not None:
+        if par.cuts is not None and par.stages != "auto":
             ok = len(par.cuts) == par.stages - 1 and par.cuts == sorted(set(par.cuts))
             if not ok or any(c < 1 or c >= layers for c in par.cuts):
                 raise ValueError(

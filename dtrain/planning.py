@@ -9,9 +9,11 @@ from torch import nn
 from dtrain.config import Config
 from dtrain.data.batches import BatchSource
 from dtrain.data.store import GraphStore
+from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
-from dtrain.scheduler import Layout, StepCosts, even_cuts
+from dtrain.scheduler import Cluster, Layout, StepCosts, even_cuts
 from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape, step_costs
+from dtrain.scheduler.cuts import StageCount, choose_stages
 
 _ADAM_BYTES = 16
 _SGD_BYTES = 8
@@ -31,19 +33,68 @@ def batch_source(config: Config, store: GraphStore) -> BatchSource:
 
 
 def config_cuts(config: Config) -> tuple[int, ...]:
-    """The cuts that the configuration names: its own, or even ones."""
+    """The cuts that the configuration names: its own, or even ones.
+
+    Raises:
+        DtrainError: it leaves the number of stages open.
+    """
     layers, parallel = config.model.layers, config.parallel
+    if parallel.stages == "auto":
+        raise DtrainError("parallel.stages: expected a number, got auto; set it")
     if parallel.cuts is not None:
         return (0, *parallel.cuts, layers)
     return even_cuts(layers, parallel.stages)
 
 
-def config_layout(config: Config) -> Layout:
-    """The layout that the configuration names."""
+def layout_of(config: Config, cuts: tuple[int, ...]) -> Layout:
+    """The configuration's layout with these cuts."""
     parallel = config.parallel
-    return Layout(
-        config_cuts(config), parallel.microbatches, parallel.redundancy, parallel.schedule
+    return Layout(cuts, parallel.microbatches, parallel.redundancy, parallel.schedule)
+
+
+def job_layout(
+    config: Config, source: BatchSource, layers: Sequence[nn.Module], workers: int
+) -> tuple[Layout, str]:
+    """The layout that all workers of a job compute alike, and why if it was chosen.
+
+    With ``parallel.stages: auto`` the costs are the recorded defaults on the blocks of the first
+    step, since all must agree before anything was measured.
+    """
+    if config.parallel.stages != "auto":
+        return layout_of(config, config_cuts(config)), ""
+    sizes = block_sizes(source, 0, config.parallel.microbatches)
+    shapes = [layer_shape(layer) for layer in layers]
+    found = auto_stages(config, CostModel(), "cpu", shapes, sizes, range(workers))
+    return found.choice.plan.layout, found.reason
+
+
+def auto_stages(
+    config: Config,
+    model: CostModel,
+    device: str,
+    shapes: Sequence[LayerShape],
+    sizes: Sequence[Sequence[BlockSize]],
+    workers: Sequence[int],
+    cluster: Cluster | None = None,
+) -> StageCount:
+    """The number of stages that is predicted fastest within the workers' memory."""
+    parallel = config.parallel
+    return choose_stages(
+        lambda cuts: costs_of_sizes(config, model, device, shapes, cuts, sizes),
+        config.model.layers,
+        parallel.microbatches,
+        workers,
+        1,
+        redundancy=parallel.redundancy,
+        schedule=parallel.schedule,
+        cluster=cluster or memory_cluster(config, workers),
     )
+
+
+def memory_cluster(config: Config, workers: Sequence[int]) -> Cluster:
+    """Workers with the memory that the configuration allows them."""
+    limit = config.parallel.memory_mib
+    return Cluster(memory_bytes=dict.fromkeys(workers, limit << 20) if limit else {})
 
 
 def model_shapes(config: Config, store: GraphStore) -> list[LayerShape]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from dtrain.config import Config, load_config
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
-from dtrain.planning import config_layout, costs_of_sizes, model_shapes
+from dtrain.planning import costs_of_sizes, layout_of, model_shapes
 from dtrain.runfolder import RunFolder
 from dtrain.runtime.recorder import StepRecord, step_record, teach
 from dtrain.scheduler import Action, Layout, Plan, StepCosts
@@ -80,7 +80,8 @@ class RecordedRun:
     @cached_property
     def layout(self) -> Layout:
         """The run's layout."""
-        return config_layout(self.config)
+        newest = self._members[max(self._members)]
+        return layout_of(self.config, tuple(newest["cuts"]))
 
     @cached_property
     def steps(self) -> list[int]:

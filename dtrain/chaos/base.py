@@ -10,7 +10,7 @@ from typing import Any
 from dtrain.chaos.scenario import Shape
 from dtrain.config import Config, check_config
 from dtrain.errors import DtrainError
-from dtrain.scheduler import Layout, even_cuts, make_plan
+from dtrain.scheduler import make_plan
 
 MODELS = ("sage", "gcn")
 ZERO_STAGES = (0, 1)
@@ -84,11 +84,8 @@ def checked(raw: Mapping[str, Any], name: str) -> Config:
 
 def shape_of(config: Config, workers: int) -> Shape:
     """The first plan of a job of so many workers."""
-    layers, parallel = config.model.layers, config.parallel
-    cuts = even_cuts(layers, parallel.stages)
-    if parallel.cuts is not None:
-        cuts = (0, *parallel.cuts, layers)
-    layout = Layout(cuts, parallel.microbatches, parallel.redundancy, parallel.schedule)
-    plan = make_plan(layout, range(workers), 1)
+    from dtrain.planning import config_cuts, layout_of
+
+    plan = make_plan(layout_of(config, config_cuts(config)), range(workers), 1)
     executors = tuple(tuple(sorted(set(stage))) for stage in plan.executors)
     return Shape(workers, plan.holders, executors)

@@ -112,13 +112,14 @@ def plan_command(
         from dtrain.config import load_config
 
         changes = list(overrides or [])
-        if stages is not None and stages != "auto":
+        if stages is not None:
             changes.append(f"parallel.stages={stages}")
         loaded = load_config(config, changes)
         members = list(range(workers))
+        memory_mib = memory_mib or loaded.parallel.memory_mib
         cluster = _cluster(members, _pairs(slow, workers), memory_mib, per_node, gbit_s)
         lost = _numbers("--fail", fail, workers)
-        shown = _planned(loaded, members, lost, cluster, stages == "auto", step or 0, learn)
+        shown = _planned(loaded, members, lost, cluster, step or 0, learn)
     _write(shown, svg, png, trace)
     if as_json:
         typer.echo(json.dumps(shown.as_json()))
@@ -175,21 +176,21 @@ def _planned(
     members: Sequence[int],
     lost: Sequence[int],
     cluster: Cluster,
-    auto: bool,
     step: int,
     learn: Path | None,
 ) -> Shown:
     from dtrain.data.store import GraphStore
     from dtrain.planning import (
+        auto_stages,
         batch_source,
         block_sizes,
-        config_layout,
+        config_cuts,
         costs_of_sizes,
+        layout_of,
         model_shapes,
     )
     from dtrain.scheduler import StepCosts
     from dtrain.scheduler.costmodel import CostModel
-    from dtrain.scheduler.cuts import choose_stages
     from dtrain.scheduler.search import choose_plan, choose_replan
 
     store = GraphStore.open(config.data.store, config.data.cache_dir)
@@ -204,23 +205,14 @@ def _planned(
     def costs_of(cuts: tuple[int, ...]) -> StepCosts:
         return costs_of_sizes(config, model, device, shapes, cuts, sizes)
 
-    layout = config_layout(config)
     said = [f"costs from {origin}"]
-    if auto:
-        found = choose_stages(
-            costs_of,
-            config.model.layers,
-            parallel.microbatches,
-            members,
-            1,
-            redundancy=parallel.redundancy,
-            schedule=parallel.schedule,
-            cluster=cluster,
-        )
+    if parallel.stages == "auto":
+        found = auto_stages(config, model, device, shapes, sizes, members, cluster)
         choice = found.choice
         layout = choice.plan.layout
         said.append(found.reason)
     else:
+        layout = layout_of(config, config_cuts(config))
         choice = choose_plan(layout, members, 1, costs_of(layout.cuts), cluster)
     pictures: dict[str, Spans] = {"predicted": choice.prediction.spans}
     if lost:

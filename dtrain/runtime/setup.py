@@ -13,7 +13,8 @@ from dtrain.data.batches import BatchSource
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
-from dtrain.scheduler import Layout, even_cuts
+from dtrain.planning import job_layout
+from dtrain.scheduler import Layout
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Job:
     """The run as a pure function of its configuration: graph, microbatches, model, layout.
 
     ``layers`` tell names and shapes; ``total_steps`` is where the run ends; ``identity`` is
-    what decides its result.
+    what decides its result; ``layout_reason``: why the layout is as it is, where it was chosen.
     """
 
     config: Config
@@ -29,6 +30,7 @@ class Job:
     source: BatchSource
     layers: list[nn.Module]
     layout: Layout
+    layout_reason: str
     total_steps: int
     identity: dict[str, Any]
     device: torch.device
@@ -56,8 +58,10 @@ class Job:
         }
 
 
-def prepare_job(config: Config, local_rank: int) -> Job:
+def prepare_job(config: Config, local_rank: int, workers: int) -> Job:
     """Open the graph and build the model and its layout.
+
+    ``workers``: how many the job was launched with to work at once.
 
     Raises:
         DtrainError: something in the configuration does not fit the graph, the model or the
@@ -77,13 +81,9 @@ def prepare_job(config: Config, local_rank: int) -> Job:
     meta = store.meta
     layers = build_layers(config.model, meta.num_features, meta.num_classes, config.seed)
     _check_layers(layers)
-    parallel = config.parallel
-    cuts = even_cuts(len(layers), parallel.stages)
-    if parallel.cuts is not None:
-        cuts = (0, *parallel.cuts, len(layers))
-    layout = Layout(cuts, parallel.microbatches, parallel.redundancy, parallel.schedule)
-    identity = config.identity(store.fingerprint)
-    return Job(config, store, source, layers, layout, total_steps(config, source), identity, device)
+    layout, reason = job_layout(config, source, layers, workers)
+    steps, identity = total_steps(config, source), config.identity(store.fingerprint)
+    return Job(config, store, source, layers, layout, reason, steps, identity, device)
 
 
 def total_steps(config: Config, source: BatchSource) -> int:

@@ -147,6 +147,7 @@ class Training:
             f"{generation.number}: {plan.reason}",
             generation=generation.number,
             workers=list(plan.workers),
+            cuts=list(plan.layout.cuts),
             holders=[list(h) for h in plan.holders],
             executors=[list(e) for e in plan.executors],
             plan=plan.describe(),

@@ -71,7 +71,10 @@ class _Life:
         self._leaving = leaving
         self._folder = RunFolder(spec.run_dir)
         heartbeat.phase("setup", 0)
-        job = prepare_job(config, spec.local_rank)
+        active = max(1, spec.world_size - config.parallel.spares)
+        job = prepare_job(config, spec.local_rank, active)
+        if job.layout_reason and spec.worker == 0:
+            self._event("stages_chosen", job.layout_reason, cuts=list(job.layout.cuts))
         injector = Injector.from_config(
             config,
             spec.worker,
