@@ -32,9 +32,11 @@ def test_auto_chooses_by_memory_and_says_so(config_file: Path) -> None:
     assert found.cuts == (0, 3)
     assert reason.startswith("1 stage (pure data parallelism) predicted fastest; 1: ")
     assert layout(config_file, "parallel.stages=auto") == (found, reason)
+    # Two layers of 32 MiB each, with gradients and optimizer state.
     wide = ["parallel.stages=auto", "model.hidden=1024", "parallel.redundancy=1"]
+    wide += ["model.layers=4", "sampler.fanouts=[2,2,2,2]"]
     assert "fit in memory" not in layout(config_file, *wide)[1]
-    tight, why = layout(config_file, *wide, "parallel.memory_mib=33")
+    tight, why = layout(config_file, *wide, "parallel.memory_mib=40")
     assert tight.num_stages > 1
     assert "1: " in why
     assert "(does not fit in memory)" in why
