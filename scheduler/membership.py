@@ -134,6 +134,14 @@ class Membership:
         ended = {p for p, lost in self.lost.items() if lost.certain}
         return peers - ended - {self.me.peer}
 
+    def watches(self, peer: Peer) -> bool:
+        """Whether ``peer`` is one of :meth:`watched`, without making them all out."""
+        if peer == self.me.peer or (peer in self.lost and self.lost[peer].certain):
+            return False
+        known = self.known.get(peer.worker)
+        announced = known is not None and known.peer == peer and not self._evicted(peer)
+        return announced or peer in self._former
+
     def joiners(self) -> tuple[Peer, ...]:
         """Newcomers for whom a member should ask all to regroup at the next step boundary."""
         if self.state != "member":

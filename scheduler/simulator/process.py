@@ -42,6 +42,7 @@ class Life:
         self.turn_due = False
         self.turns = 0
         self.looked = (-1, -1)
+        self._joiners: tuple[int, bool] = (-1, False)
         self.to_do: list[core.Instruction] = []
         self.cut_off_s: float | None = None
         self.slow = 1.0
@@ -51,6 +52,13 @@ class Life:
         """Something for the machine."""
         self.queue.append(event)
         self.soon()
+
+    def wants_regroup(self) -> bool:
+        """Whether it leaves, or knows of newcomers; asked once a step."""
+        if self._joiners[0] != self.turns:
+            # The machine's mind changes only when it is told something.
+            self._joiners = self.turns, bool(self.machine.joiners())
+        return self.leaving or self._joiners[1]
 
     def soon(self) -> None:
         """Take a turn before long."""

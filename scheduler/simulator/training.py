@@ -172,7 +172,7 @@ class Course:
     def reduced(self) -> None:
         """This worker holds its reduced gradients: vote."""
         self.life.memory.pending = True
-        wish = self.life.leaving or bool(self.life.machine.joiners())
+        wish = self.life.wants_regroup()
         self.world.all_at(self, f"vote {self.step_at}", wish, lambda c, w: c.voted(w))
 
     def voted(self, regroup: bool) -> None:

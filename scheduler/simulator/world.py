@@ -278,7 +278,7 @@ class World(Invariants):
                 for peer in sorted(life.machine.watched()):
                     self._look_at(life, peer)
             elif life.looked != (key := (life.turns, self._changes)):
-                pending = sorted(life.machine.watched() & suspects)
+                pending = sorted(filter(life.machine.watches, suspects))
                 for peer in pending:
                     self._look_at(life, peer)
                 if not pending:
@@ -360,7 +360,7 @@ class World(Invariants):
         worker = life.peer.worker
         for other in self.living:
             near = self.network.connected(worker, other.peer.worker)
-            if near and life.peer in other.machine.watched():
+            if near and other.machine.watches(life.peer):
                 self.later(other, self.delay(), partial(self._look_at, other, life.peer))
         if why == "withdrew" and life.leaving:
             self.gone_for_good.add(worker)

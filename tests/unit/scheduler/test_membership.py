@@ -430,6 +430,8 @@ def test_watched_are_members_and_newcomers_until_they_have_ended() -> None:
     me = member(0, 1, 2)
     me.step(2.0, Announced(said(5)), silent(1), ended(2))
     assert me.watched() == {peer(1), peer(5)}
+    asked = [peer(w, life) for w in range(7) for life in "ab"]
+    assert {p for p in asked if me.watches(p)} == me.watched()
 
 
 @pytest.mark.parametrize("wrong", ["regroup twice", "another peer", "itself lost", "not asked"])
