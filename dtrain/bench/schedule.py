@@ -65,6 +65,7 @@ class RealRun:
     """
 
     graph: str
+    sampler: str
     workers: int
     steps: int
     error: float
@@ -134,8 +135,9 @@ def bench_schedule(
     for name, url in graphs:
         models[name] = CostModel()
         if real:
-            say(f"training {steps} steps on {name}")
-            runs.append(_real_run(folder, name, url, steps, workers, models[name]))
+            for sampler in _samplers(url):
+                say(f"training {steps} steps on {name}, {sampler['name']} sampling")
+                runs.append(_real_run(folder, name, url, sampler, steps, workers, models[name]))
     cases = []
     for name, url in graphs:
         say(f"planning for microbatches of {name}")
@@ -167,8 +169,8 @@ def summary(result: ScheduleResult) -> Iterator[str]:
     """The results in lines for a person."""
     for run in result.real:
         yield (
-            f"{run.graph}: predicted step time off by {run.error:.1%} (median of {run.steps} "
-            f"steps), rank correlation of actions {run.correlation:.3f}"
+            f"{run.graph}, {run.sampler}: predicted step time off by {run.error:.1%} (median of "
+            f"{run.steps} steps), rank correlation of actions {run.correlation:.3f}"
         )
     worst = result.vs_1f1b_max
     yield f"chosen plan / plain 1F1B: {result.vs_1f1b_geomean:.3f}, at most {worst:.3f}"
@@ -220,13 +222,18 @@ def _config(url: str, sampler: dict[str, Any], stages: int, microbatches: int) -
     return check_config(raw, "of the benchmark")
 
 
+def _samplers(url: str) -> list[dict[str, Any]]:
+    """Neighbour sampling, and clusters where the store has enough of them."""
+    found: list[dict[str, Any]] = [{"name": "neighbor", "fanouts": [10, 10, 10]}]
+    if GraphStore.open(url).num_partitions >= 16:
+        found.append({"name": "cluster", "clusters": 1})
+    return found
+
+
 def _cases(name: str, url: str, model: CostModel) -> Iterator[Case]:
     """Comparisons on sampled and on clustered microbatches of one graph."""
     store = GraphStore.open(url)
-    samplers: list[dict[str, Any]] = [{"name": "neighbor", "fanouts": [10, 10, 10]}]
-    if store.num_partitions >= 16:
-        samplers.append({"name": "cluster", "clusters": 1})
-    for sampler in samplers:
+    for sampler in _samplers(url):
         for stages, workers, microbatches in _SHAPES:
             config = _config(url, sampler, stages, microbatches)
             source = batch_source(config, store)
@@ -297,14 +304,24 @@ def _scale(workers: int, microbatches: int) -> Scale:
 
 
 def _real_run(
-    folder: Path, name: str, url: str, steps: int, workers: int, model: CostModel
+    folder: Path,
+    name: str,
+    url: str,
+    sampler: dict[str, Any],
+    steps: int,
+    workers: int,
+    model: CostModel,
 ) -> RealRun:
-    """Train, fit on the first steps, and compare the others with what is predicted for them."""
-    config = _config(url, {"name": "neighbor", "fanouts": [10, 10, 10]}, 2, 8)
+    """Train, fit on the first steps, and compare the others with what is predicted for them.
+
+    ``model`` learns the same for the cases; the comparison's own one knows nothing else.
+    """
+    config = _config(url, sampler, 3, 8)
     raw = config.model_dump(mode="json")
     raw["train"]["max_steps"] = steps + _FIT_STEPS + 2
     raw["parallel"]["record_actions"] = True
-    file, run = folder / f"{name}.yaml", folder / f"run-{name}"
+    run = folder / f"run-{name}-{sampler['name']}"
+    file = run.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(raw))
     command = [sys.executable, "-m", "dtrain", "run", str(file), f"--nproc-per-node={workers}"]
     done = subprocess.run(
@@ -315,10 +332,13 @@ def _real_run(
     recorded = RecordedRun(str(run))
     fit, rest = recorded.steps[:_FIT_STEPS], recorded.steps[_FIT_STEPS:]
     recorded.teach(model, fit)
-    compared = [recorded.compare(step, model) for step in rest]
+    fresh = CostModel()
+    recorded.teach(fresh, fit)
+    compared = [recorded.compare(step, fresh) for step in rest]
     pairs = [pair for c in compared for pair in c.actions]
     return RealRun(
         name,
+        sampler["name"],
         workers,
         len(rest),
         statistics.median(c.error for c in compared),
