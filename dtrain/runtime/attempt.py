@@ -182,6 +182,14 @@ class Attempt:
         self._phase(f"receive stage {key.stage} microbatch {key.microbatch}", waiting=True)
         self.links.injector.reach("receive", self.step, stage=key.stage, microbatch=key.microbatch)
         rows = self.links.transport.receive(key, self.links.comm.timeout_s)
+        if self.links.injector.spoils:
+            self.links.injector.reach(
+                "receive",
+                self.step,
+                stage=key.stage,
+                microbatch=key.microbatch,
+                tensors=[t for t in rows if t.is_floating_point()],
+            )
         device = self.computes[key.stage].device
         return tuple(t.to(device) for t in rows)
 
