@@ -41,7 +41,8 @@ class RunRecord:
     ``steps_skipped``: steps whose gradient was not finite, left out.
     ``steps_lost``: steps that were committed and had to be trained again after a resume.
     ``seeds_trained``: seed nodes of all committed steps. Step times in seconds.
-    ``device``: the devices' model, within which the weights are bit-identical.
+    ``device``: the devices' model, within which the weights are bit-identical. ``recoveries``: of
+    the newest ones, how many milliseconds each part took.
     """
 
     status: str
@@ -64,6 +65,7 @@ class RunRecord:
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     run_dir: str = ""
+    recoveries: list[dict[str, float]] = field(default_factory=list)
 
 
 class _ScalarWriter(Protocol):

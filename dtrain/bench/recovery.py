@@ -38,7 +38,9 @@ class RecoveryResult:
     SIGKILL to a generation of all workers again. ``stop_to_commit_ms``: the same from SIGSTOP, less
     the lease. ``torchrun_restart_ms``: kill to next new step with torchrun's restart instead.
     ``step_ms``: an undisturbed step. ``overhead_pct``: cost of redundancy and snapshots in step
-    time. ``timeline_ms``: phases of the recoveries, each its median.
+    time. ``timeline_ms``: phases of the recoveries, each its median:
+    ``notice``, ``agree``, ``plan``, ``groups``, ``state``, ``engines``, ``replay`` (the step), and
+    their ``total`` from the notice to the commit.
     """
 
     kill_to_commit_ms: float
@@ -153,6 +155,7 @@ class _Job:
         max_restarts: int = 0,
     ) -> None:
         self.run_dir = folder / name
+        self.notice_ms: list[float] = []
         self.config: dict[str, Any] = {
             "data": {"store": str(store)},
             "model": {"name": "sage", "layers": 2, "hidden": 128, "dropout": 0.2},
@@ -274,18 +277,25 @@ class _Job:
         self._wait(full, "a generation of all workers")
         # The step under way may have been voted on already: the first new step after the kill.
         first = min(m["time"] for m in self._steps() if m["step"] > last and m["time"] > struck)
+        noticed = [
+            e["time"]
+            for e in self._lines("events.jsonl")
+            if e["kind"] == "generation_broke" and e["time"] > struck
+        ]
+        if number == signal.SIGKILL and noticed:
+            self.notice_ms.append((min(noticed) - struck) * 1e3)
         result = _Strike((first - struck) * 1e3, (min(full()) - struck) * 1e3)
         self.wait_for_steps(12)
         return result
 
     def timelines(self) -> dict[str, float]:
-        """Median milliseconds of each phase over the generations after the first."""
-        found: dict[str, list[float]] = {}
+        """Median milliseconds of each part of the recoveries; ``notice``: from kill to notice."""
+        found: dict[str, list[float]] = {"notice": self.notice_ms}
         for event in self._lines("events.jsonl"):
-            if event["kind"] == "generation_started" and event["generation"] > 1:
+            if event["kind"] == "recovered":
                 for phase, value in event["timeline_ms"].items():
                     found.setdefault(phase, []).append(value)
-        return {phase: round(statistics.median(v), 2) for phase, v in found.items()}
+        return {phase: round(statistics.median(v), 2) for phase, v in found.items() if v}
 
     def end(self) -> None:
         """Stop the job and wait for its end."""

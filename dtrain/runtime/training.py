@@ -28,6 +28,8 @@ from dtrain.runtime.state import Best, StageState
 from dtrain.runtime.transaction import Outcome, StepTransaction, Wishes
 from dtrain.runtime.transport import KIND_WEIGHTS, Key
 
+_RECOVERIES = 20
+
 Metrics = dict[str, dict[str, float]]
 
 
@@ -201,6 +203,7 @@ class Training:
         progress.vote = None if outcome.skipped else (outcome.loss, outcome.norm)
         if outcome.skipped:
             progress.steps_skipped += 1
+        self._tell_recovery(outcome)
         if self._generation.leads:
             if outcome.skipped:
                 reason = "the gradient was not finite on two holders alike: step skipped"
@@ -211,6 +214,23 @@ class Training:
         if self._pending is not None and self._pending.done():
             self._await_save()
         self._due()
+
+    def _tell_recovery(self, outcome: Outcome) -> None:
+        """After the first step since a fault: how long each part of the recovery took."""
+        holdings, generation = self._holdings, self._generation
+        broke_s, holdings.broke_s = holdings.broke_s, None
+        if broke_s is None or not generation.leads:
+            return
+        timeline = {k: round(v, 2) for k, v in generation.timeline_ms.items()}
+        timeline["replay"] = round(outcome.step_time_s * 1e3, 2)
+        timeline["total"] = round((time.perf_counter() - broke_s) * 1e3, 2)
+        self._event(
+            "recovered",
+            f"step {outcome.step} committed {timeline['total']:.0f} ms after the fault was noticed",
+            generation=generation.number,
+            step=outcome.step,
+            timeline_ms=timeline,
+        )
 
     def _due(self) -> None:
         """Evaluate and save if the run stands where it is due and has not been done."""
@@ -413,6 +433,7 @@ class Training:
         times = [m["step_time_s"] for m in lines if "step_time_s" in m]
         trained = [e["steps_lost"] for e in self._folder.events() if e["kind"] == "resumed"]
         started = [e["time"] for e in self._folder.events() if e["kind"] == "worker_started"]
+        recovered = [e["timeline_ms"] for e in self._folder.events() if e["kind"] == "recovered"]
         device = job.device
         return RunRecord(
             status=status,
@@ -435,6 +456,7 @@ class Training:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             versions=versions(),
             run_dir=str(self._folder.path),
+            recoveries=recovered[-_RECOVERIES:],
         )
 
 
@@ -450,7 +472,11 @@ def _show(metrics: Metrics, split: str, name: str) -> str:
 
 def _summary(record: RunRecord, metric: str) -> str:
     parts = [f"{s} {metric} {_show(record.metrics, s, metric)}" for s in ("test", "val", "train")]
+    recovered = ""
+    if record.recoveries:
+        parts_ms = ", ".join(f"{k} {v:.0f}" for k, v in record.recoveries[-1].items())
+        recovered = f"recovered from {len(record.recoveries)} faults; ms of the last: {parts_ms}\n"
     return (
-        f"done: {record.steps} steps, {', '.join(parts)}\n"
+        f"done: {record.steps} steps, {', '.join(parts)}\n{recovered}"
         f"weights_sha256 {record.weights_sha256}\nrun folder {record.run_dir}"
     )

@@ -192,7 +192,7 @@ class _Life:
                 generation.comm.abandon()
             training.stop()
             around.transport.enter(generation.number + 1, generation.fault)
-            self._holdings.broke_s = noticed
+            self._holdings.broke_s = self._holdings.broke_s or noticed
             return False, why
         except (LeftError, ShutdownError):
             raise
