@@ -22,7 +22,7 @@ from dtrain.scheduler import membership as core
 from dtrain.scheduler.membership import Announcement, Membership, MembershipPolicy, Peer, Proposal
 
 _AGREEING_S = 0.002
-_STEADY_S = 0.02
+_STEADY_S = 0.05
 
 
 @dataclass(frozen=True)
