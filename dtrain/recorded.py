@@ -24,12 +24,16 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class Compared:
-    """One step, predicted and measured; ``actions``: (predicted, measured) seconds of each."""
+    """One step, predicted and measured.
+
+    ``actions``: (predicted, measured) seconds of each. ``cpu_s``: what their threads computed.
+    """
 
     step: int
     predicted_s: float
     measured_s: float
     actions: list[tuple[float, float]]
+    cpu_s: list[float]
 
     @property
     def error(self) -> float:
@@ -183,11 +187,12 @@ class RecordedRun:
     def compare(self, step: int, model: CostModel) -> Compared:
         """A step's predicted and measured times."""
         expected = self.prediction(step, model)
-        pairs = []
+        pairs, cpu_s = [], []
         for w, spans in self.spans(step).items():
             for said, was in zip(expected.spans[w], spans, strict=True):
                 pairs.append(((said.end - said.start) / _TICKS, (was.end - was.start) / _TICKS))
-        return Compared(step, expected.step_ticks / _TICKS, self.measured_s(step), pairs)
+            cpu_s += [action.cpu_s for action in self.records(step)[w].actions]
+        return Compared(step, expected.step_ticks / _TICKS, self.measured_s(step), pairs, cpu_s)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

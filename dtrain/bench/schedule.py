@@ -61,7 +61,9 @@ class Case:
 class RealRun:
     """A real run's steps after the fit. ``error``: median relative error of step times.
 
-    ``correlation``: Spearman's over all actions of all steps.
+    ``correlation``: Spearman's over all actions of all steps, between predicted and measured times;
+    ``correlation_cpu``: with what the actions' threads computed, the time aside in which samplers
+    and other workers had their processors.
     """
 
     graph: str
@@ -70,6 +72,7 @@ class RealRun:
     steps: int
     error: float
     correlation: float
+    correlation_cpu: float
     step_ms: float
 
 
@@ -354,5 +357,6 @@ def _real_run(
         len(rest),
         statistics.median(c.error for c in compared),
         rank_correlation([p for p, _ in pairs], [m for _, m in pairs]),
+        rank_correlation([p for p, _ in pairs], [s for c in compared for s in c.cpu_s]),
         1e3 * statistics.median(c.measured_s for c in compared),
     )

@@ -122,12 +122,12 @@ class Attempt:
             received = self._receive(self._key(KIND_ACTIVATION, stage, microbatch))
         self._phase(str(action))
         self.links.injector.reach("forward", self.step, stage=stage, microbatch=microbatch)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         out = self.computes[stage].forward(
             self.step, microbatch, self._inputs[microbatch], received, seeds
         )
         self.links.injector.after_action(time.perf_counter() - began)
-        self._record(action, began)
+        self._record(action, began, cpu)
         if stage + 1 < self.plan.num_stages:
             out = self._send(self._key(KIND_ACTIVATION, stage + 1, microbatch), out)
         self._note(action, out)
@@ -139,19 +139,20 @@ class Attempt:
             received = self._receive(self._key(KIND_GRADIENT, stage, microbatch))
         self._phase(str(action))
         self.links.injector.reach("backward", self.step, stage=stage, microbatch=microbatch)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         out = self.computes[stage].backward(microbatch, received)
         self.links.injector.after_action(time.perf_counter() - began)
-        self._record(action, began)
+        self._record(action, began, cpu)
         if stage > 0:
             out = self._send(self._key(KIND_GRADIENT, stage - 1, microbatch), out)
         self._note(action, out)
 
-    def _record(self, action: Action, began: float) -> None:
+    def _record(self, action: Action, began: float, cpu: float) -> None:
         if self.number == 0:
             times = self.computes[action.stage].layer_seconds
             blocks = self._inputs[action.microbatch].blocks
-            self.links.recorder.action(action, began, blocks, times)
+            spent = time.thread_time() - cpu
+            self.links.recorder.action(action, began, spent, blocks, times)
 
     def _key(self, kind: int, stage: int, microbatch: int) -> Key:
         return Key(kind + _ROUND * self.number, self.step, stage, microbatch)

@@ -32,7 +32,8 @@ class LayerRecord:
 class ActionRecord:
     """An action's times in seconds of a clock that all processes of a machine share.
 
-    ``kind`` is ``F`` or ``B``.
+    ``kind`` is ``F`` or ``B``. ``cpu_s``: what the thread computed in it, the time aside in which
+    other threads had its processor.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class ActionRecord:
     microbatch: int
     start_s: float
     end_s: float
+    cpu_s: float
     layers: tuple[LayerRecord, ...]
 
 
@@ -79,17 +81,21 @@ class ActionRecorder:
         self,
         action: Action,
         began: float,
+        cpu_s: float,
         blocks: Mapping[int, Block],
         layer_seconds: Sequence[tuple[int, float]],
     ) -> None:
-        """An action that began at ``began`` (of ``time.perf_counter``) has ended."""
+        """An action that began at ``began`` (of ``time.perf_counter``) has ended.
+
+        ``cpu_s``: what ``time.thread_time`` advanced by meanwhile.
+        """
         if self._current is None:
             return
         layers = tuple(
             LayerRecord(i, blocks[i].nnz, blocks[i].num_src, blocks[i].num_dst, seconds)
             for i, seconds in layer_seconds
         )
-        record = ActionRecord(*action, began, time.perf_counter(), layers)
+        record = ActionRecord(*action, began, time.perf_counter(), cpu_s, layers)
         self._current.actions.append(record)
 
     def input(self, began: float) -> None:
@@ -124,6 +130,7 @@ def step_record(raw: Mapping[str, Any]) -> StepRecord:
             a["microbatch"],
             a["start_s"],
             a["end_s"],
+            a["cpu_s"],
             tuple(LayerRecord(**layer) for layer in a["layers"]),
         )
         for a in raw["actions"]

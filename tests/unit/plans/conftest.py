@@ -84,6 +84,7 @@ def recorded_run(config_file: Path, tmp_path: Path) -> Callable[..., str]:
                         "microbatch": s.action.microbatch,
                         "start_s": clock + s.start / 1e9,
                         "end_s": clock + s.end / 1e9,
+                        "cpu_s": (s.end - s.start) / 1e9,
                         "layers": layer_times(
                             layout.layers_of(s.action.stage),
                             sizes[s.action.microbatch],

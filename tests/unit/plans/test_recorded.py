@@ -50,10 +50,10 @@ def test_the_recorder_keeps_committed_steps_and_forgets_discarded_ones() -> None
     recorder = ActionRecorder(written.append)
     blocks: dict[int, Block] = {}
     recorder.begin(3, 1)
-    recorder.action(Action("F", 0, 0), 0.0, blocks, [])
+    recorder.action(Action("F", 0, 0), 0.0, 0.0, blocks, [])
     # A fault: the step is begun again under the next generation.
     recorder.begin(3, 2)
-    recorder.action(Action("F", 0, 1), 0.0, blocks, [])
+    recorder.action(Action("F", 0, 1), 0.0, 0.0, blocks, [])
     recorder.input(0.0)
     at = recorder.phase("sum", 1.0)
     recorder.commit()
