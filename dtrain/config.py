@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -147,6 +148,36 @@ class ParallelConfig(Section):
         return raw
 
 
+_BYTE_UNITS = {
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+
+
+class MemoryConfig(Section):
+    """How much memory a worker may take for its microbatches."""
+
+    limit: int | None = Field(
+        None, ge=1, description="bytes, or a number with MB, GB, MiB, GiB; none: no limit"
+    )
+
+    @field_validator("limit", mode="before")
+    @classmethod
+    def _bytes(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w+)", value)
+        if match is None or match[2] not in _BYTE_UNITS:
+            raise ValueError(
+                f"limit: expected bytes, or a number with {', '.join(_BYTE_UNITS)}, got {value!r}"
+            )
+        return int(float(match[1]) * _BYTE_UNITS[match[2]])
+
+
 class CheckpointConfig(Section):
     """Where and how often the run is saved."""
 
@@ -217,6 +248,7 @@ class Config(Section):
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     train: TrainConfig
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     robust: RobustConfig = Field(default_factory=RobustConfig)

@@ -15,7 +15,9 @@ from dtrain.data.location import unreadable
 from dtrain.errors import DtrainError
 
 BLOCK_BYTES = 1 << 20
-_BLOCKS_AT_ONCE = 32
+_BLOCKS_AT_ONCE = 8
+FETCH_BYTES = 2 * _BLOCKS_AT_ONCE * BLOCK_BYTES
+"""Memory that one fetch may take: what was received, and the network library's copy of it."""
 
 Int64Array = NDArray[np.int64]
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from dtrain.config import Config
 from dtrain.data.batches import BatchSource
+from dtrain.data.budget import microbatches_within
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
@@ -23,6 +24,8 @@ class Job:
 
     ``layers`` tell names and shapes; ``total_steps`` is where the run ends; ``identity`` is
     what decides its result; ``layout_reason``: why the layout is as it is, where it was chosen.
+    ``config.parallel.microbatches`` is already what ``memory.limit`` asks for;
+    ``predicted_peak_bytes`` is what one worker may need then.
     """
 
     config: Config
@@ -34,6 +37,7 @@ class Job:
     total_steps: int
     identity: dict[str, Any]
     device: torch.device
+    predicted_peak_bytes: int | None = None
 
     def fresh_layers(self) -> list[nn.Module]:
         """The model's layers anew, with their initial weights."""
@@ -69,6 +73,9 @@ def prepare_job(config: Config, local_rank: int, workers: int) -> Job:
     """
     device = _device(config, local_rank)
     store = GraphStore.open(config.data.store, config.data.cache_dir)
+    budget = microbatches_within(config, store)
+    parallel = config.parallel.model_copy(update={"microbatches": budget.microbatches})
+    config = config.model_copy(update={"parallel": parallel})
     source = BatchSource(
         store,
         split=config.data.split,
@@ -83,7 +90,8 @@ def prepare_job(config: Config, local_rank: int, workers: int) -> Job:
     _check_layers(layers)
     layout, reason = job_layout(config, source, layers, workers)
     steps, identity = total_steps(config, source), config.identity(store.fingerprint)
-    return Job(config, store, source, layers, layout, reason, steps, identity, device)
+    peak = budget.peak_bytes
+    return Job(config, store, source, layers, layout, reason, steps, identity, device, peak)
 
 
 def total_steps(config: Config, source: BatchSource) -> int:

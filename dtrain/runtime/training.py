@@ -153,6 +153,7 @@ class Training:
             holders=[list(h) for h in plan.holders],
             executors=[list(e) for e in plan.executors],
             plan=plan.describe(),
+            predicted_peak_bytes=self._job.predicted_peak_bytes,
             tier=settlement.tier,
             settlement=settlement.reason,
             step=self._holdings.progress.step,
