@@ -1,4 +1,4 @@
-"""Compiled loops on as many threads as torch may use in this process.
+"""Compiled loops on the threads that torch uses in this process.
 
 Rows are cut into ranges of about equal work and each row is computed by one thread alone, so the
 number of threads never changes a result. Loops release the interpreter's lock.
@@ -6,11 +6,12 @@ number of threads never changes a result. Loops release the interpreter's lock.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,23 +64,46 @@ def _row_of(indptr: Any, work: int) -> int:
 
 
 def _run(bounds: list[int], loop: Callable[[int, int], None]) -> None:
-    pool = _pool(thread_count() - 1, os.getpid())
     ranges = list(itertools.pairwise(bounds))
-    futures = [pool.submit(loop, first, end) for first, end in ranges[1:]]
-    try:
-        loop(*ranges[0])
-    finally:
-        # Also when the own part failed: the others write into arrays that must stay alive.
-        for future in futures:
-            future.exception()
-    for future in futures:
-        future.result()
+    openmp = _openmp()
+    if openmp is None:
+        with ThreadPoolExecutor(len(ranges)) as pool:
+            for future in [pool.submit(loop, first, end) for first, end in ranges]:
+                future.result()
+        return
+    errors: list[BaseException] = []
+
+    def part(_: object) -> None:
+        # The team may come out smaller than asked for; then a thread has several ranges.
+        for first, end in ranges[openmp.omp_get_thread_num() :: openmp.omp_get_num_threads()]:
+            try:
+                loop(first, end)
+            except BaseException as error:
+                # Nothing may be raised through OpenMP: handed to the caller instead.
+                errors.append(error)
+
+    openmp.GOMP_parallel(_PART(part), None, len(ranges), 0)
+    if errors:
+        raise errors[0]
 
 
-@functools.lru_cache(maxsize=1)
-def _pool(size: int, process: int) -> ThreadPoolExecutor:
-    """Threads made when first needed, anew in a forked ``process`` (threads do not survive it)."""
-    return ThreadPoolExecutor(size, thread_name_prefix="dtrain-kernel")
+_PART = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@functools.cache
+def _openmp() -> Any:
+    """Torch's own OpenMP library, or None where torch has none that we know how to call.
+
+    Its team waits actively for torch's next operator: threads of our own would have to share the
+    cores with it, and took half as long again.
+    """
+    folder = Path(torch.__file__).parent / "lib"
+    for path in sorted(folder.glob("libgomp*.so*")):
+        library = ctypes.CDLL(str(path))
+        library.GOMP_parallel.restype = None
+        library.GOMP_parallel.argtypes = [_PART, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        return library
+    return None
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
