@@ -155,6 +155,19 @@ def set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def with_variables(
+    variables: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """This process's environment with ``variables``, for a process to be started."""
+    return dict(environ) | dict(variables)
+
+
+def real_graphs(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of published graphs that tests and benchmarks use (``DTRAIN_TEST_DATA``)."""
+    folder = environ.get("DTRAIN_TEST_DATA")
+    return Path(folder) if folder else None
+
+
 def default_variable(name: str, value: str) -> None:
     """Set a variable unless the user has."""
     os.environ.setdefault(name, value)

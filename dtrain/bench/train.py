@@ -7,7 +7,6 @@ Every contender is a process (or four) of its own and they take turns. dtrain is
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import yaml
 from dtrain.bench.contest import Row, installed
 from dtrain.bench.graphs import SYNTHETIC, skewed
 from dtrain.data.writer import write_store
+from dtrain.environment import with_variables
 from dtrain.errors import DtrainError
 
 HIDDEN, FANOUTS, BATCH = 128, (10, 10), 1024
@@ -129,7 +129,7 @@ def _ours(
     if workers > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     command += ["-m", "dtrain.train", str(file), "--run-dir", str(run_dir)]
-    _run(command, os.environ | {"OMP_NUM_THREADS": str(threads)})
+    _run(command, with_variables({"OMP_NUM_THREADS": str(threads)}))
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     done = [m for m in map(json.loads, lines) if "loss" in m][_WARM_UP - 1 :]
     seconds = done[-1]["time"] - done[0]["time"]
@@ -143,7 +143,7 @@ def _peer(peer: str, store: Path, threads: int, steps: int, processes: int) -> t
     command += ["-m", "dtrain.bench.train_peers", peer, str(store), "--hidden", str(HIDDEN)]
     command += ["--fanouts", *map(str, FANOUTS), "--batch", str(BATCH)]
     command += ["--steps", str(steps), "--threads", str(threads)]
-    output = _run(command, os.environ | {"OMP_NUM_THREADS": str(threads)})
+    output = _run(command, with_variables({"OMP_NUM_THREADS": str(threads)}))
     found = json.loads(output.strip().splitlines()[-1])
     return found["seeds_per_s"], found["way"]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from dtrain.environment import real_graphs
 
 
 def kernels(
@@ -29,7 +30,7 @@ def kernels(
         against,
         threads=threads,
         nodes=nodes,
-        folder=graphs or _real_graphs(),
+        folder=graphs or real_graphs(),
         budget_s=budget_s,
         only=only,
         say=lambda text: typer.echo(text, err=True),
@@ -44,11 +45,6 @@ def kernels(
         )
     for name, mean in report.geomean.items():
         typer.echo(f"{name:26} {mean}")
-
-
-def _real_graphs() -> Path | None:
-    folder = os.environ.get("DTRAIN_TEST_DATA")
-    return Path(folder) if folder else None
 
 
 def sample(

@@ -29,10 +29,11 @@ from dtrain.runtime.state import Checkpoints, Progress, StageState, pack_json, u
 from dtrain.runtime.store_log import StoreLog
 from dtrain.runtime.transaction import StepTransaction
 from dtrain.runtime.transport import KIND_NOTE, KIND_STATE, Key, Transport
-from dtrain.scheduler import Plan, make_plan, replan
+from dtrain.scheduler import Plan, make_plan
 from dtrain.scheduler.costs import Cluster
 from dtrain.scheduler.membership import Announcement, Peer
 from dtrain.scheduler.recovery import Settlement, kept, settle, transfers
+from dtrain.scheduler.relayout import replan_or_relayout
 
 
 @dataclass
@@ -212,7 +213,9 @@ class Generation:
                 )
                 stayed = {a.peer.worker for a in veterans}
                 self._departed = sorted(set(former.workers) - stayed)
-                return replan(former, list(self.peers), self.number, reason, cluster=cluster)
+                return replan_or_relayout(
+                    former, list(self.peers), self.number, reason, cluster=cluster
+                )
         return make_plan(job.layout, list(self.peers), self.number, cluster=cluster)
 
     def _apply_voted(self, settlement: Settlement) -> None:

@@ -45,6 +45,8 @@ DISTRIBUTED = {
     "launch/torchrun.py": ("torch.distributed.run", "torch.distributed.elastic"),
     "dtrain/cli/env.py": ("torch.distributed",),
     "dtrain/bench/checkpoint.py": ("torch.distributed.checkpoint",),
+    # What a user would write instead of dtrain, to be measured beside it.
+    "dtrain/bench/train_peers.py": ("torch.distributed",),
 }
 """Who may name which part of torch.distributed."""
 
