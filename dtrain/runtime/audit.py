@@ -30,6 +30,8 @@ from dtrain.scheduler.audit import (
     sampled,
 )
 
+_GOING_S = 10.0
+"""Longest wait for the end of a worker that knows itself to be faulty."""
 _DIGEST_BITS = 48
 """A digest travels as a float64, in an all-reduce that adds zeros to it."""
 
@@ -77,7 +79,7 @@ class Auditor:
             if verdict is not None:
                 break
         assert verdict is not None
-        self._convict(verdict, first.step)
+        self._convict(verdict, first)
 
     def sample(self, step: int) -> tuple[int, ...]:
         """The microbatches of ``step`` that are computed twice."""
@@ -93,7 +95,7 @@ class Auditor:
         flags = [self._flags(first), self._flags(second)]
         verdict = not_finite([first.plan, second.plan], flags)
         if verdict is not None:
-            self._convict(verdict, first.step)
+            self._convict(verdict, first)
         where = [
             str(a)
             for m in range(self.plan.layout.microbatches)
@@ -145,7 +147,8 @@ class Auditor:
         layout = self.plan.layout
         return torch.zeros(2 * layout.num_stages * layout.microbatches, dtype=torch.float64)
 
-    def _convict(self, verdict: Verdict, step: int) -> None:
+    def _convict(self, verdict: Verdict, first: Attempt) -> None:
+        step, fault = first.step, first.links.comm.fault
         reason = f"step {step}: {verdict.reason}"
         if self.worker == min(self.plan.workers):
             self.on_event("numeric_fault", reason, step=step, culprit=verdict.culprit)
@@ -156,4 +159,7 @@ class Auditor:
             raise PeerLostError(reason)
         if verdict.culprit == self.worker:
             raise FaultyHardwareError(f"its hardware computes wrong: {reason}")
-        raise PeerLostError(f"worker {verdict.culprit} computes wrong: {reason}")
+        # It may not have all digests yet: whoever went now would break what brings them to it.
+        fault.wait_for(
+            lambda: False, _GOING_S, f"worker {verdict.culprit} computes wrong: {reason}"
+        )
