@@ -160,8 +160,9 @@ def _report(reader: Any) -> dict[str, str] | None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line) for line in lines]
+    """The complete lines of a JSONL file; the last one may be on its way."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 class Trainers:
