@@ -330,26 +330,27 @@ class Transport:
             with self._lock:
                 if not self._wanted:
                     return
+                # In one go: connect() must find the peer in one place or the other, and what is
+                # sent from now on goes behind the hello.
                 peer, address = self._wanted.popleft()
-            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-            sock = self._adopt(socket.socket(family))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            outgoing = _Outgoing(peer, sock)
-            hello = _HELLO.pack(
-                _MAGIC,
-                self._me.worker,
-                self._me.incarnation.encode()[:32],
-                bytes.fromhex(address.token),
-            )
-            outgoing.queue.append(memoryview(hello))
+                outgoing = self._outgoing[peer] = self._greeting(peer, address)
+            sock = outgoing.sock
             code = sock.connect_ex((address.host, address.port))
-            with self._lock:
-                self._outgoing[peer] = outgoing
             if code not in (0, errno.EINPROGRESS):
                 self._lose(peer, f"cannot be reached ({errno.errorcode.get(code, code)})", False)
                 continue
             outgoing.events = selectors.EVENT_WRITE | selectors.EVENT_READ
             self._selector.register(sock, outgoing.events, outgoing)
+
+    def _greeting(self, peer: Peer, address: Address) -> _Outgoing:
+        """A connection that is yet to be made, with the hello to begin it."""
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        sock = self._adopt(socket.socket(family))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        incarnation = self._me.incarnation.encode()[:32]
+        token = bytes.fromhex(address.token)
+        hello = _HELLO.pack(_MAGIC, self._me.worker, incarnation, token)
+        return _Outgoing(peer, sock, queue=deque([memoryview(hello)]))
 
     def _update_interest(self) -> None:
         with self._lock:

@@ -208,3 +208,26 @@ def test_an_injected_network_fault_loses_frames_one_way_or_makes_them_late() -> 
     assert not pair.ends[1].has(key(4))
     for end in pair.ends:
         end.close()
+
+
+def test_a_peer_is_connected_once_however_often_and_whenever_it_is_asked_for(pair: Pair) -> None:
+    """A second connection would stay registered with nobody to serve it: an endless loop."""
+    me, peer = pair.ends[0], Peer(7, "7" * 32)
+    address = pair.ends[1].address
+    adopt = me._adopt
+
+    def slowly(sock: socket.socket) -> socket.socket:
+        time.sleep(0.02)
+        return adopt(sock)
+
+    me._adopt = slowly  # type: ignore[method-assign]
+    for _ in range(50):
+        me.connect(peer, address)
+        time.sleep(0.002)
+    until(lambda: peer in me._outgoing and me._outgoing[peer].connected)
+    registered = [
+        key.data
+        for key in list(me._selector._fd_to_key.values())  # type: ignore[attr-defined]
+    ]
+    to_peer = [d for d in registered if getattr(d, "peer", None) == peer and hasattr(d, "queue")]
+    assert to_peer == [me._outgoing[peer]]
