@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from itertools import pairwise
 from operator import lt
@@ -74,7 +75,7 @@ def _check_actions(plan: Plan) -> None:
             require(does == pairs, f"worker {worker}'s {kind} actions are not what it executes")
 
 
-class Invariants:
+class Invariants(ABC):
     """The invariants of the whole cluster, seen from outside.
 
     ``standing``: the proposal of each generation. ``commits``: the steps that each generation
@@ -105,9 +106,9 @@ class Invariants:
         self.tiers: list[int] = []
         self.on_commit: Callable[[int, int], None] | None = None
 
+    @abstractmethod
     def record(self, life: Life | None, arrow: str, what: object) -> None:
         """Keep a line of the story."""
-        raise NotImplementedError
 
     def check_proposal(self, life: Life, proposal: Proposal) -> None:
         """The first proposal of a number stands; it never takes a running job over."""

@@ -7,6 +7,7 @@ is lost, the machine of the next one is brought up from what the job's log says.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,7 @@ class Slot:
     slow_until_s: float = 0.0
 
 
-class LeaderView:
+class LeaderView(ABC):
     """The machine, the workers around it, and virtual time.
 
     ``generations``: the number of the newest proposal. ``voted``: the step that was under way when
@@ -63,13 +64,13 @@ class LeaderView:
 
     # For the run around it
 
+    @abstractmethod
     def _enter(self, proposal: Proposal) -> None:
         """All have answered."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ask(self, cause: str) -> None:
         """Somebody wants to join or to leave: let all regroup at the next step boundary."""
-        raise NotImplementedError
 
     # Time
 
