@@ -150,7 +150,7 @@ def not_finite(plans: Sequence[Plan], flags: Sequence[Sequence[int]]) -> Verdict
     if len(suspects) != 1:
         return Verdict(None, f"{first} were not finite, and no single worker can be blamed")
     culprit = suspects.pop()
-    return Verdict(culprit, f"{first} by worker {culprit} was not finite, by another holder it is")
+    return Verdict(culprit, f"{first} by worker {culprit} was not finite, and is when done again")
 
 
 def _first_bad(layout: Layout, microbatch: int, flags: Sequence[int]) -> list[Action]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,11 +44,11 @@ class Links:
 class Attempt:
     """The actions of ``plan`` on ``worker`` for one step.
 
-    ``number``: 0, and more for further computations of the step. ``exact``: whether to take
-    digests of everything. Afterwards ``grads[stage][m]`` are the microbatches' gradients (as
+    ``number``: 0, and more for further computations of the step. ``digested``: the microbatches of
+    which to take digests. Afterwards ``grads[stage][m]`` are the microbatches' gradients (as
     :class:`StageCompute` has them), ``losses[m]`` their losses on the last stage's executors,
     ``sums[action]`` a tensor each that is not finite where the action's rows are not, and
-    ``digests[action]`` those of the rows (with ``exact``).
+    ``digests[action]`` those of the rows of digested ones.
     """
 
     plan: Plan
@@ -58,7 +58,7 @@ class Attempt:
     source: BatchSource
     step: int
     number: int = 0
-    exact: bool = False
+    digested: Collection[int] = ()
     grads: dict[int, dict[int, list[Tensor | None]]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     sums: dict[Action, list[Tensor]] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Attempt:
 
     def _note(self, action: Action, rows: Rows) -> None:
         self.sums[action] = [t.sum() for t in rows if t.is_floating_point()]
-        if self.exact:
+        if action.microbatch in self.digested:
             self.digests[action] = digest(rows)
 
     def _send(self, key: Key, rows: Rows) -> Rows:

@@ -8,8 +8,9 @@ compared to the bit (silent data corruption). What all decide, they decide from 
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ from dtrain.scheduler.audit import (
 
 _GOING_S = 10.0
 """Longest wait for the end of a worker that knows itself to be faulty."""
-_DIGEST_BITS = 48
+_DIGEST_BYTES = 6
 """A digest travels as a float64, in an all-reduce that adds zeros to it."""
 
 
@@ -60,20 +61,18 @@ class Auditor:
                 to blame. FaultyHardwareError: this is that worker. CannotGoOnError: they differ,
                 and nobody can tell who is to blame.
         """
-        again = self.sample(first.step)
-        if not again:
+        if not first.digested:
             return
-        attempts = [first, self._again(first, 1, again)]
+        attempts = [first, self._again(first, 1, first.digested, digested=True)]
         digests = [self._digests(a) for a in attempts]
-        mine = {position(self.plan.layout, a) for m in again for a in flow(self.plan.layout, m)}
-        digests[0] = [d if i in mine else 0 for i, d in enumerate(digests[0])]
         disputed = differing(self.plan.layout, digests[0], digests[1])
         if not disputed:
             return
         batches = sorted({a.microbatch for a in disputed})
         verdict = None
         for turn in (0, 2 if max(len(h) for h in self.plan.holders) > 2 else 1):
-            attempts.append(self._again(first, turn, batches, number=len(attempts)))
+            again = self._again(first, turn, batches, number=len(attempts), digested=True)
+            attempts.append(again)
             digests.append(self._digests(attempts[-1]))
             verdict = judge([a.plan for a in attempts], digests, disputed)
             if verdict is not None:
@@ -105,7 +104,13 @@ class Auditor:
         return f"step {first.step}: {where[0]} gave NaN or infinity on two holders alike"
 
     def _again(
-        self, first: Attempt, turn: int, microbatches: Sequence[int], number: int = 1
+        self,
+        first: Attempt,
+        turn: int,
+        microbatches: Collection[int],
+        *,
+        number: int = 1,
+        digested: bool = False,
     ) -> Attempt:
         plan = rotated(self.plan, turn, microbatches)
         attempt = Attempt(
@@ -116,7 +121,7 @@ class Auditor:
             first.source,
             first.step,
             number=number,
-            exact=True,
+            digested=microbatches if digested else (),
         )
         attempt.run(self.inputs_of(plan).fetch)
         return attempt
@@ -128,8 +133,8 @@ class Auditor:
             if action.kind == "B":
                 grads = attempt.grads[action.stage][action.microbatch]
                 parts += digest([g for g in grads if g is not None])
-            number = int.from_bytes(digest([torch.frombuffer(bytearray(parts), dtype=torch.uint8)]))
-            values[position(self.plan.layout, action)] = number % (1 << _DIGEST_BITS)
+            short = hashlib.blake2b(parts, digest_size=_DIGEST_BYTES).digest()
+            values[position(self.plan.layout, action)] = int.from_bytes(short, "big")
         return [int(v) for v in attempt.links.comm.all_reduce(values).tolist()]
 
     def _flags(self, attempt: Attempt) -> list[int]:

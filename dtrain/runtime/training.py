@@ -432,9 +432,10 @@ class Training:
         progress, job = self._holdings.progress, self._job
         lines = [m for m in self._folder.metrics() if "loss" in m]
         times = [m["step_time_s"] for m in lines if "step_time_s" in m]
-        trained = [e["steps_lost"] for e in self._folder.events() if e["kind"] == "resumed"]
-        started = [e["time"] for e in self._folder.events() if e["kind"] == "worker_started"]
-        recovered = [e["timeline_ms"] for e in self._folder.events() if e["kind"] == "recovered"]
+        events = self._folder.events()
+        trained = [e["steps_lost"] for e in events if e["kind"] == "resumed"]
+        started = [e["time"] for e in events if e["kind"] == "worker_started"]
+        recovered = [e["timeline_ms"] for e in events if e["kind"] == "recovered"]
         device = job.device
         return RunRecord(
             status=status,

@@ -119,9 +119,14 @@ class StepTransaction:
         began = time.perf_counter()
         reach, recorder = self._links.injector.reach, self._links.recorder
         recorder.begin(step, self._plan.generation)
-        exact = bool(self._auditor.sample(step))
         attempt = Attempt(
-            self._plan, self._worker, self._links, self._computes, self._source, step, exact=exact
+            self._plan,
+            self._worker,
+            self._links,
+            self._computes,
+            self._source,
+            step,
+            digested=self._auditor.sample(step),
         )
         attempt.run(prefetcher.take)
         self._auditor.check_sample(attempt)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtrain import environment
-from dtrain.environment import grace_s, trainer_variables, worker_place
+from dtrain.environment import failure_domains, grace_s, trainer_variables, worker_place
 from dtrain.errors import DtrainError
 
 TORCHRUN = {
@@ -82,3 +82,12 @@ def test_numba_gets_a_cache_where_the_package_is_read_only(
     monkeypatch.setattr(environment.os, "access", lambda path, mode: Path(path) != package)
     variables = trainer_variables(1, {"XDG_CACHE_HOME": str(tmp_path / "cache")})
     assert variables["NUMBA_CACHE_DIR"] == str(tmp_path / "cache" / "dtrain" / "numba")
+
+
+def test_failure_domains_end_with_the_node() -> None:
+    assert failure_domains("n1", {}) == ("n1",)
+    assert failure_domains("n1", {"DTRAIN_FAILURE_DOMAIN": "zone2/rack17/"}) == (
+        "zone2",
+        "rack17",
+        "n1",
+    )
