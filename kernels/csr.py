@@ -18,7 +18,7 @@ class Csr:
 
     ``indptr``: int64 [num_rows + 1]; ``indices``: int64 [nnz], values in [0, num_cols).
     Row ``i`` (a destination) holds the columns (sources) ``indices[indptr[i]:indptr[i + 1]]`` in
-    a fixed order, which is the order of accumulation.
+    a fixed order, which is the order of accumulation. Views with gaps are copied.
     """
 
     indptr: Tensor
@@ -28,6 +28,9 @@ class Csr:
     _with_self: Csr | None = field(default=None, repr=False)
     _head: Csr | None = field(default=None, repr=False)
     _by_column: tuple[Any, int, Tensor] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.indptr, self.indices = self.indptr.contiguous(), self.indices.contiguous()
 
     @property
     def num_rows(self) -> int:
@@ -56,8 +59,9 @@ class Csr:
     def by_column(self, weight: Tensor) -> Tensor:
         """``weight`` ([nnz], one for each entry) in the order of the transposed pattern's entries.
 
-        The answer for the weight asked about last is kept as long as that tensor lives unchanged:
-        constant edge weights are put in order once, not in every backward pass.
+        The answer for the constant weight asked about last is kept until another is asked about,
+        and given again for that same tensor unless it was changed in place: constant edge weights
+        are put in order once, not in every backward pass.
         """
         kept = self._by_column
         if kept is not None and kept[0]() is weight and kept[1] == weight._version:

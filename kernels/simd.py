@@ -39,7 +39,9 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def data_of(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
-    """Pointer to the first element of a numba array."""
+    """Pointer to the first element of a contiguous numba array."""
+    if array_type.layout != "C":
+        raise TypeError(f"vector code: expected a contiguous array, got {array_type}")
     return context.make_array(array_type)(context, builder, array).data
 
 
@@ -145,22 +147,13 @@ class VectorCode:
         with cgutils.for_range(builder, lines) as loop:
             self.prefetch(data, builder.add(begin, builder.mul(loop.index, line)))
 
-    def sum_lanes(self, vector: Any) -> Any:
-        """The sum of all lanes, added in halves: one scalar."""
-        size = self.lanes
-        while size > 1:
-            size //= 2
-            upper = [*range(size, 2 * size), *([0] * (self.lanes - size))]
-            vector = self.builder.fadd(vector, self._shuffle(vector, upper))
-        return self.builder.extract_element(vector, I32(0))
-
     def exp(self, x: Any) -> Any:
         """``e ** x`` for ``x`` of at most 0, to about 1 unit in the last place.
 
         Cody and Waite's reduction to ``2 ** n * e ** r`` with ``|r| <= ln(2) / 2`` and Taylor's
-        polynomial of r; values below the smallest normal number become it.
+        polynomial of r; values below the smallest normal number become it. Not a number stays so.
         """
-        builder = self.builder
+        builder, given = self.builder, x
         x = self.maximum(x, self.constant(_EXP_LOWEST[self.bits]))
         scaled = builder.fmul(x, self.constant(_LOG2_E))
         n = self._call("rint", self.type, [scaled])
@@ -179,7 +172,8 @@ class VectorCode:
         mantissa = 52 if self.bits == 64 else 23
         shift = ir.Constant(integers, [mantissa] * self.lanes)
         exponent = builder.shl(builder.fptosi(n, integers), shift)
-        return builder.bitcast(builder.add(builder.bitcast(value, integers), exponent), self.type)
+        power = builder.bitcast(builder.add(builder.bitcast(value, integers), exponent), self.type)
+        return builder.select(builder.fcmp_unordered("uno", given, given), given, power)
 
     def mix64(self, key: Any, counter: Any) -> Any:
         """Draws of :func:`dtrain.kernels.rng.mix64_jit`: ``key`` int64, ``counter`` a vector."""

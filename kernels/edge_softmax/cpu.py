@@ -10,7 +10,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from dtrain.kernels.arrays import array, wide
+from dtrain.kernels.arrays import wide
 from dtrain.kernels.csr import Csr
 from dtrain.kernels.simd import VectorCode, data_of, intrinsic
 from dtrain.kernels.threads import empty, over_rows
@@ -22,7 +22,7 @@ def forward(csr: Csr, scores: Tensor) -> Tensor:
     """As :func:`dtrain.kernels.edge_softmax.reference.forward`, for tensors on the CPU."""
     source = wide(scores).numpy()
     out = empty(source.shape, source.dtype)
-    indptr = array(csr.indptr)
+    indptr = csr.indptr.numpy()
     heads = source.shape[1]
 
     def loop(first: int, end: int) -> None:
@@ -36,7 +36,7 @@ def backward(csr: Csr, softmax: Tensor, grad: Tensor) -> Tensor:
     """As :func:`dtrain.kernels.edge_softmax.reference.backward`, for tensors on the CPU."""
     weights, source = wide(softmax).numpy(), wide(grad).numpy()
     out = empty(source.shape, source.dtype)
-    indptr = array(csr.indptr)
+    indptr = csr.indptr.numpy()
     over_rows(
         indptr,
         source.shape[1],

@@ -49,8 +49,7 @@ def forward(
     out = empty((csr.num_rows, heads, width), dtype)
     maxima, inverse, slopes = (empty((csr.num_rows, heads), dtype) for _ in range(3))
     sloped = empty(out.shape, dtype) if with_grad else None
-    indptr, indices = csr.indptr.numpy(), csr.indices.numpy()
-    arguments: list[Any] = [indptr, indices]
+    arguments: list[Any] = [csr.indptr.numpy(), csr.indices.numpy()]
     arguments += [array(t).reshape(-1) for t in (x, src_score, dst_score)]
     arguments += [heads, width, *_numbers(attention, dtype), out.reshape(-1)]
     arguments.append(None if sloped is None else sloped.reshape(-1))
@@ -59,7 +58,7 @@ def forward(
     def loop(first: int, end: int) -> None:
         _rows(first, end, *arguments)
 
-    over_rows(indptr, heads * width, loop)
+    over_rows(arguments[0], heads * width, loop)
     result = torch.from_numpy(out)
     if sloped is None:
         return result, ()
@@ -94,7 +93,7 @@ def backward(
     over_rows(csr.indptr.numpy(), heads, rows)
     transposed, perm = csr.transpose()
     to_x, to_src = empty(tuple(x.shape), dtype), empty(tuple(src_score.shape), dtype)
-    of_columns: list[Any] = [array(t) for t in (transposed.indptr, transposed.indices, perm)]
+    of_columns: list[Any] = [t.numpy() for t in (transposed.indptr, transposed.indices, perm)]
     of_columns += [grads, *(array(t).reshape(-1) for t in (x, src_score)), far.reshape(-1)]
     of_columns += [heads, width, *_numbers(attention, dtype)]
     of_columns += [to_x.reshape(-1), to_src.reshape(-1)]

@@ -33,7 +33,7 @@ def scatter_sum(
     """As :func:`dtrain.kernels.maxk.reference.scatter_sum`, for tensors on the CPU."""
     source, numbers = wide(values).numpy(), _weights(values, weight)
     out = empty((csr.num_rows, width), source.dtype)
-    structure = (array(csr.indptr), array(csr.indices))
+    structure = (csr.indptr.numpy(), csr.indices.numpy())
     chosen = array(columns)
 
     def loop(first: int, end: int) -> None:
@@ -47,7 +47,7 @@ def gather_sum(transposed: Csr, grad: Tensor, columns: Tensor, weight: Tensor | 
     """As :func:`dtrain.kernels.maxk.reference.gather_sum`, for tensors on the CPU."""
     source, numbers = wide(grad).numpy(), _weights(grad, weight)
     out = empty((transposed.num_rows, columns.shape[1]), source.dtype)
-    structure = (array(transposed.indptr), array(transposed.indices))
+    structure = (transposed.indptr.numpy(), transposed.indices.numpy())
     chosen = array(columns)
 
     def loop(first: int, end: int) -> None:

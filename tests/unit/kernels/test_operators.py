@@ -212,6 +212,36 @@ def test_large_scores_do_not_overflow() -> None:
     assert out.item() == 2.0
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_not_finite_comes_out_as_in_the_reference(value: str, dtype: torch.dtype) -> None:
+    csr = Csr(torch.tensor([0, 3, 4]), torch.tensor([0, 1, 2, 0]), 3)
+    scores = torch.tensor([[0.0, 1.0], [float(value), 2.0], [1.0, 3.0]], dtype=dtype)
+    edges, x = scores[csr.indices], torch.ones(3, 2, 5, dtype=dtype)
+    home = torch.zeros(2, 2, dtype=dtype)
+    attention = Attention(0.2, 0.0, 0)
+    for found, expected in (
+        (edge_softmax(csr, edges), softmax_reference.forward(csr, edges)),
+        (
+            gat(csr, x, scores, home),
+            gat_reference.forward(csr, x, scores, home, attention)[0],
+        ),
+    ):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        assert found.isnan().any() == (value != "-inf")
+
+
+@EACH
+def test_strided_structure_is_taken(name: str, large: Csr) -> None:
+    operator, _, make = OPERATORS[name]
+    arguments = make(large, 5, torch.float32)
+    pairs = torch.stack([large.indices, torch.zeros_like(large.indices)], 1)
+    pointers = torch.stack([large.indptr, torch.zeros_like(large.indptr)], 1)
+    strided = Csr(pointers[:, 0], pairs[:, 0], large.num_cols)
+    found, expected = (_with_gradients(operator, c, arguments) for c in (strided, large))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_views_with_gaps_are_taken(large: Csr) -> None:
     heads = [a.detach() for a in _gat_arguments(large, 4, torch.float64)]
     gaps = [a.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for a in heads]
