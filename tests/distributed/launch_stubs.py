@@ -213,7 +213,10 @@ def agrees(spec: TrainerSpec, heartbeat: Heartbeat) -> None:
 
 def joins(spec: TrainerSpec) -> None:
     place = spec.worker, spec.world_size, spec.local_rank, spec.store_port, spec.host_store
-    Path(spec.run_dir, f"joined-{spec.worker}").write_text(json.dumps(place))
+    # Renamed into place, because the test reads it as soon as it is there.
+    unfinished = Path(spec.run_dir, f"unfinished-{spec.worker}")
+    unfinished.write_text(json.dumps(place))
+    unfinished.rename(Path(spec.run_dir, f"joined-{spec.worker}"))
     leaves_alone(spec)
 
 
