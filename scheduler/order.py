@@ -6,12 +6,15 @@ What is computed are planned starts, which increase along every microbatch's cha
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import TypeVar
 
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
-from dtrain.scheduler.plan import Layout, Orders
+from dtrain.scheduler.plan import Layout, Orders, Table
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -61,23 +64,38 @@ def order_actions(
     return _Paper(layout, workers, executors, costs, cluster, policy or policy_of(layout)).run()
 
 
+class _Pile:
+    """A worker's ready forwards of one stage, and how many more it may have in flight."""
+
+    __slots__ = ("ready", "room")
+
+    def __init__(self, room: int) -> None:
+        self.ready: list[int] = []
+        self.room = room
+
+
 class _Desk:
     """A worker in the execution on paper that fixes the order."""
 
-    __slots__ = ("backwards", "busy", "factor", "forwards", "in_flight", "left")
+    __slots__ = ("backwards", "busy", "left", "piles", "worker")
 
-    def __init__(self, stages: int, factor: float) -> None:
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
         self.busy = False
+        # Forwards not yet begun, of all its stages.
         self.left = 0
-        self.factor = factor
-        # Ready forwards by stage, as (rank, microbatch); ready backwards, deepest stage first.
-        self.forwards: list[list[tuple[int, int]] | None] = [None] * stages
-        self.backwards: list[tuple[int, int, int]] = []
-        self.in_flight = [0] * stages
+        # One for each stage, in the order of precedence; ready backwards, deepest stage first.
+        self.piles: list[_Pile] = []
+        self.backwards: list[int] = []
 
 
 class _Paper:
-    """One execution on paper."""
+    """One execution on paper.
+
+    An action is a number here: its row times the microbatches, and its microbatch's place by rank.
+    Rows are the forwards up the stages and then the backwards down, so that what an action makes
+    possible stands one row further on.
+    """
 
     def __init__(
         self,
@@ -88,139 +106,144 @@ class _Paper:
         cluster: Cluster,
         policy: Policy,
     ) -> None:
-        stages = layout.num_stages
-        self.layout, self.costs, self.cluster, self.policy = layout, costs, cluster, policy
+        self.stages, self.count = layout.num_stages, layout.microbatches
+        # The first backward.
+        self.turn = self.stages * self.count
+        self.costs, self.cluster, self.policy = costs, cluster, policy
         self.workers, self.executors = tuple(workers), executors
-        self.desks = {w: _Desk(stages, cluster.slow(w)) for w in workers}
-        for runs in executors:
-            for w in runs:
-                self.desks[w].left += 1
-        self.limits = [policy.limit(stages, s, layout.microbatches) for s in range(stages)]
-        self.rank = policy.rank or tuple(range(layout.microbatches))
+        self.order = list(range(self.count))
+        if policy.rank:
+            self.order.sort(key=policy.rank.__getitem__)
+        self.team = {w: _Desk(w) for w in workers}
+        # For each action its worker, the worker's pile of its stage, and its time.
+        self.desks = self._both_ways([[self.team[w] for w in runs] for runs in executors])
+        self.piles = self._both_ways(self._deal())
+        rows = (*costs.forward, *reversed(costs.backward))
+        self.ticks = [row[m] for row in rows for m in self.order]
+        if cluster.slowness:
+            pairs = zip(self.ticks, self.desks, strict=True)
+            self.ticks = [scaled(ticks, cluster.slow(desk.worker)) for ticks, desk in pairs]
+        self.starts = [-1] * len(self.ticks)
+        # Actions that end at a time, and ``~action`` for those whose inputs arrive then.
+        self.agenda: dict[int, list[int]] = {}
+        self.times: list[int] = []
+
+    def _both_ways(self, rows: Sequence[Sequence[_T]]) -> list[_T]:
+        up = [[row[m] for m in self.order] for row in rows]
+        return [entry for row in (*up, *reversed(up)) for entry in row]
+
+    def _deal(self) -> list[list[_Pile]]:
+        """Each worker's piles; ``[stage][microbatch]`` of them."""
+        rows: list[list[_Pile]] = [[] for _ in self.executors]
+        stages = range(self.stages)
         # Forwards of the last stages first, unless all forwards come first anyway.
-        self.stage_order = list(range(stages))
-        if policy.backwards_first:
-            self.stage_order.reverse()
-        self.forward = [[0] * layout.microbatches for _ in range(stages)]
-        self.backward = [[0] * layout.microbatches for _ in range(stages)]
-        # Time, number, whether inputs arrived (else an action ended), and which action.
-        self.clock: list[tuple[int, int, bool, bool, int, int]] = []
-        self.count = 0
-        self.started = 0
+        for s in reversed(stages) if self.policy.backwards_first else stages:
+            limit = self.policy.limit(self.stages, s, self.count)
+            mine: dict[int, _Pile] = {}
+            for w in self.executors[s]:
+                desk = self.team[w]
+                desk.left += 1
+                if w not in mine:
+                    mine[w] = _Pile(limit)
+                    desk.piles.append(mine[w])
+                rows[s].append(mine[w])
+        return rows
 
     def run(self) -> Orders:
         """Execute the step and return the starts."""
-        desks, clock, executors = self.desks, self.clock, self.executors
-        for m, w in enumerate(executors[0]):
-            self._ready(False, 0, m, desks[w])
-        for w in self.workers:
-            self._start(0, desks[w])
-        while clock:
-            now, _, arrived, is_backward, s, m = heapq.heappop(clock)
-            worker = executors[s][m]
-            desk = desks[worker]
-            if arrived:
-                self._ready(is_backward, s, m, desk)
-                self._start(now, desk)
-                continue
-            desk.busy = False
-            heir = self._heir(is_backward, s, m)
-            other = worker
-            if heir is not None:
-                target = executors[heir[1]][m]
-                delay = self._delay(worker, target, min(s, heir[1]), m)
-                if delay:
-                    self.count += 1
-                    heapq.heappush(clock, (now + delay, self.count, True, *heir))
-                else:
-                    self._ready(*heir, desks[target])
-                    other = target
-            for w in (worker,) if other == worker else sorted((worker, other)):
-                self._start(now, desks[w])
-        total = 2 * self.layout.num_stages * self.layout.microbatches
-        if self.started != total:
-            raise AssertionError(f"order of actions stopped after {self.started} of {total}")
-        return Orders(
-            self.workers,
-            self.executors,
-            tuple(tuple(row) for row in self.forward),
-            tuple(tuple(row) for row in self.backward),
-        )
+        desks, agenda, times, count = self.desks, self.agenda, self.times, self.count
+        delayed = self.cluster.transfers_cost
+        queues = [pile.ready for pile in self.piles[: self.turn]]
+        queues += [desk.backwards for desk in desks[self.turn :]]
+        for action in range(count):
+            queues[action].append(action)
+        for desk in self.team.values():
+            self._start(0, desk)
+        while times:
+            now = heappop(times)
+            for event in agenda.pop(now):
+                desk = other = desks[event if event >= 0 else ~event]
+                heir = ~event
+                if event >= 0:
+                    desk.busy = False
+                    heir = event + count
+                    other = desks[heir] if heir < len(desks) else desk
+                    delay = self._delay(event) if delayed and other is not desk else 0
+                    if delay:
+                        self._note(now + delay, ~heir)
+                        heir, other = len(desks), desk
+                if heir < len(desks):
+                    heappush(queues[heir], heir)
+                if other.worker < desk.worker:
+                    desk, other = other, desk
+                if not desk.busy:
+                    self._start(now, desk)
+                if not other.busy:
+                    self._start(now, other)
+        if -1 in self.starts:
+            raise AssertionError(f"order of actions stopped: {self.starts.count(-1)} not started")
+        return Orders(self.workers, self.executors, *self._tables())
 
-    def _heir(self, is_backward: bool, s: int, m: int) -> tuple[bool, int, int] | None:
-        """The action that the end of another makes possible."""
-        if is_backward:
-            return None if s == 0 else (True, s - 1, m)
-        return (True, s, m) if s == self.layout.num_stages - 1 else (False, s + 1, m)
+    def _tables(self) -> tuple[Table, Table]:
+        """The starts of forwards and of backwards, ``[stage][microbatch]``."""
+        place = [0] * self.count
+        for i, m in enumerate(self.order):
+            place[m] = i
+        rows = [
+            tuple(self.starts[at + i] for i in place)
+            for at in range(0, len(self.starts), self.count)
+        ]
+        return tuple(rows[: self.stages]), tuple(reversed(rows[self.stages :]))
 
-    def _delay(self, source: int, target: int, lower: int, microbatch: int) -> int:
-        return self.cluster.delay(self.costs, source, target, lower, microbatch)
+    def _delay(self, action: int) -> int:
+        """What the result of an action takes to the worker that goes on with it."""
+        row, place = divmod(action, self.count)
+        source, target = self.desks[action].worker, self.desks[action + self.count].worker
+        lower = min(row, 2 * self.stages - 2 - row)
+        return self.cluster.delay(self.costs, source, target, lower, self.order[place])
 
-    def _ready(self, is_backward: bool, stage: int, microbatch: int, desk: _Desk) -> None:
-        entry = (self.rank[microbatch], microbatch)
-        if is_backward:
-            heapq.heappush(desk.backwards, (-stage, *entry))
-            return
-        heap = desk.forwards[stage]
-        if heap is None:
-            heap = desk.forwards[stage] = []
-        heapq.heappush(heap, entry)
+    def _note(self, time: int, event: int) -> None:
+        found = self.agenda.get(time)
+        if found is None:
+            self.agenda[time] = [event]
+            heappush(self.times, time)
+        else:
+            found.append(event)
 
     def _start(self, now: int, desk: _Desk) -> None:
         """Let a worker that is free start a ready action."""
-        if desk.busy:
-            return
+        action = -1
         if self.policy.rank_first:
-            self._start_lowest(now, desk)
+            action = self._lowest(desk)
+        elif desk.backwards and (self.policy.backwards_first or not desk.left):
+            action = heappop(desk.backwards)
+        else:
+            for pile in desk.piles:
+                if pile.ready and pile.room:
+                    action = heappop(pile.ready)
+                    break
+        if action < 0:
             return
-        if desk.backwards and (self.policy.backwards_first or not desk.left):
-            negated, _, m = heapq.heappop(desk.backwards)
-            s = -negated
-            self._begin_backward(now, s, m, desk)
-            return
-        for s in self.stage_order:
-            heap = desk.forwards[s]
-            if heap and desk.in_flight[s] < self.limits[s]:
-                self._begin_forward(now, s, heapq.heappop(heap)[1], desk)
-                return
-
-    def _start_lowest(self, now: int, desk: _Desk) -> None:
-        """Start the ready action of the lowest rank, of equal ones the one nearest to its end."""
-        best: tuple[int, int, int] | None = None
-        if desk.backwards:
-            at = min(range(len(desk.backwards)), key=lambda i: desk.backwards[i][1:])
-            best = (desk.backwards[at][1], -1, at)
-        for s in self.stage_order:
-            heap = desk.forwards[s]
-            if heap and desk.in_flight[s] < self.limits[s]:
-                found = (heap[0][0], 0, s)
-                best = found if best is None or found < best else best
-        if best is None:
-            return
-        if best[1] == 0:
-            heap = desk.forwards[best[2]]
-            assert heap is not None
-            self._begin_forward(now, best[2], heapq.heappop(heap)[1], desk)
-            return
-        negated, _, m = desk.backwards.pop(best[2])
-        heapq.heapify(desk.backwards)
-        self._begin_backward(now, -negated, m, desk)
-
-    def _begin_forward(self, now: int, s: int, m: int, desk: _Desk) -> None:
-        desk.in_flight[s] += 1
-        desk.left -= 1
-        self.forward[s][m] = now
-        self._end(now, False, s, m, self.costs.forward[s][m], desk)
-
-    def _begin_backward(self, now: int, s: int, m: int, desk: _Desk) -> None:
-        desk.in_flight[s] -= 1
-        self.backward[s][m] = now
-        self._end(now, True, s, m, self.costs.backward[s][m], desk)
-
-    def _end(self, now: int, is_backward: bool, s: int, m: int, ticks: int, desk: _Desk) -> None:
+        if action < self.turn:
+            self.piles[action].room -= 1
+            desk.left -= 1
+        else:
+            self.piles[action].room += 1
         desk.busy = True
-        self.count += 1
-        self.started += 1
-        if desk.factor != 1.0:
-            ticks = scaled(ticks, desk.factor)
-        heapq.heappush(self.clock, (now + ticks, self.count, False, is_backward, s, m))
+        self.starts[action] = now
+        self._note(now + self.ticks[action], action)
+
+    def _lowest(self, desk: _Desk) -> int:
+        """Take the ready action of the lowest rank, -1 if there is none.
+
+        Of one microbatch only one action is ready at a time.
+        """
+        able = desk.backwards + [p.ready[0] for p in desk.piles if p.ready and p.room]
+        if not able:
+            return -1
+        action = min(able, key=lambda action: action % self.count)
+        if action < self.turn:
+            return heappop(self.piles[action].ready)
+        desk.backwards.remove(action)
+        heapify(desk.backwards)
+        return action
