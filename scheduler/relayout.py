@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
+from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, node_of, scaled
 from dtrain.scheduler.domains import Labels, domain_labels, in_one_domain
 from dtrain.scheduler.plan import Action, Orders, Plan
 from dtrain.scheduler.planner import checked_members, make_plan, replan
@@ -34,7 +34,7 @@ def replan_or_relayout(
 
     Arguments are as in :func:`replan`. ``fresh``: a plan for as many workers and the same costs,
     whatever the workers' numbers, where one is at hand; it is not taken where it breaks the rule of
-    failure domains.
+    failure domains, nor where more than their domains is known of the workers.
 
     Raises:
         ValueError: as :func:`replan`.
@@ -42,7 +42,8 @@ def replan_or_relayout(
     members = checked_members(workers)
     moved_little = replan(old, members, generation, reason, costs, cluster)
     known = costs or StepCosts.even(old.layout)
-    labels = domain_labels(cluster, members) if old.layout.redundancy > 1 else {}
+    spread = domain_labels(cluster, members) if old.layout.redundancy > 1 else {}
+    labels = exchangeable(cluster, members, spread)
 
     def laid_out(plan: Plan, keep: Labels) -> Plan | None:
         now, best = planned_ticks(moved_little, known, cluster), planned_ticks(plan, known, cluster)
@@ -52,12 +53,30 @@ def replan_or_relayout(
         said.append(f"laid out anew, which is {now / best - 1:.0%} faster than moving little")
         return relabelled(plan, takers(plan, old, members, keep), generation, "; ".join(said))
 
-    if fresh is not None:
+    if fresh is not None and labels == spread:
         found = laid_out(fresh, {})
-        if found is None or not any(in_one_domain(held, labels) for held in found.holders):
+        if found is None or not any(in_one_domain(held, spread) for held in found.holders):
             return found or moved_little
     fresh = make_plan(old.layout, members, generation, costs, cluster)
     return laid_out(fresh, labels) or moved_little
+
+
+def exchangeable(cluster: Cluster, members: Sequence[int], spread: Labels) -> Labels:
+    """Labels by which two workers may change places in a plan: those of equal ones.
+
+    ``spread``: the failure domains that copies of a stage are spread over. Workers are equal where
+    these, their slowness, risk and memory, and, where a node has links of its own, their nodes are.
+    """
+    near = cluster.transfers_cost and cluster.local_bandwidth_bytes_s is not None
+    if not (cluster.slowness or cluster.risk or cluster.memory_bytes or near):
+        return spread
+
+    def traits(w: int) -> tuple[str, ...]:
+        known = (cluster.slow(w), cluster.risk.get(w, 0.0), cluster.memory_bytes.get(w))
+        node = node_of(cluster.domains.get(w)) if near else ()
+        return (*spread.get(w, ()), *map(repr, known), *node)
+
+    return {w: traits(w) for w in members}
 
 
 def planned_ticks(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> int:
@@ -94,8 +113,9 @@ def takers(
 ) -> dict[int, int]:
     """For each place of ``fresh``, a member that holds the stage that is most worked on there.
 
-    ``labels``: failure domains; a place is then taken by a worker of the domain of its former one,
-    so that the copies of a stage stay as spread as they are.
+    ``labels``: of places and members alike, as :func:`exchangeable` gives them; a place is taken by
+    a member of its own label, so that the copies of a stage stay as spread, and every place's work
+    with a worker as fast, as the plan has it.
 
     Raises:
         ValueError: there are not as many members as places.

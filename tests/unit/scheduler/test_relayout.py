@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dtrain.scheduler import Layout, Plan, even_cuts, make_plan, replan
-from dtrain.scheduler.costs import Cluster
-from dtrain.scheduler.relayout import relabelled, replan_or_relayout, takers
+from dtrain.scheduler.costs import Cluster, StepCosts
+from dtrain.scheduler.predict import predict
+from dtrain.scheduler.relayout import exchangeable, relabelled, replan_or_relayout, takers
 from dtrain.scheduler.simulator.invariants import check_plan
 from dtrain.scheduler.simulator.steptime import makespan
 
@@ -57,6 +58,41 @@ def test_places_go_to_those_who_hold_their_stage() -> None:
     assert step(new) == step(fresh)
     stays = [w for w in members if set(new.stages_held(w)) & set(old.stages_held(w))]
     assert len(stays) == 15
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        Cluster(slowness={4: 3.0}),
+        Cluster(
+            domains={w: (f"rack {w % 2}", f"node {w // 8}") for w in range(16)},
+            bandwidth_bytes_s=1e6,
+            local_bandwidth_bytes_s=1e9,
+        ),
+    ],
+)
+def test_workers_that_differ_do_not_change_places(cluster: Cluster) -> None:
+    even = StepCosts.even(LAYOUT)
+    costs = StepCosts(
+        tuple(tuple(10**6 * t for t in row) for row in even.forward),
+        tuple(tuple(10**6 * t for t in row) for row in even.backward),
+        sent_bytes=((4000,) * 64,) * 4,
+    )
+    old = make_plan(LAYOUT, range(12), 1, costs)
+    plan = replan_or_relayout(old, range(16), 2, "", costs, cluster)
+    assert "laid out anew" in plan.reason
+    fresh = make_plan(LAYOUT, range(16), 2, costs, cluster)
+    assert predict(plan, costs, cluster).makespan == predict(fresh, costs, cluster).makespan
+
+
+def test_risk_and_memory_tell_workers_apart() -> None:
+    cluster = Cluster(risk={1: 0.5}, memory_bytes={2: 1 << 30}, slowness={3: 2.0})
+    labels = exchangeable(cluster, range(6), {})
+    assert labels[0] == labels[4] == labels[5]
+    assert len({labels[w] for w in range(4)}) == 4
+    spread = {w: (f"node {w // 2}",) for w in range(6)}
+    assert exchangeable(Cluster(), range(6), spread) == spread
+    assert len(set(exchangeable(cluster, range(6), spread).values())) == 5
 
 
 def test_a_worker_takes_one_place() -> None:
