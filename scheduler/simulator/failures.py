@@ -140,7 +140,14 @@ def draw_incidents(
     """All incidents before ``duration_s`` in a cluster of workers 0 to ``workers - 1``, in order.
 
     Each kind has a stream of its own, so that adding one does not change the others.
+
+    Raises:
+        ValueError: partitions are wanted and all workers are in one rack.
     """
+    if splits is not None and splits.every_s is not None and workers <= failures.rack_size:
+        raise ValueError(
+            f"partitions: expected rack_size below the {workers} workers, got {failures.rack_size}"
+        )
     chance = Chance("incidents", seed)
     found: list[Incident] = []
     everyone = range(workers)
@@ -182,9 +189,7 @@ def draw_incidents(
     if splits is not None:
         for at, stream in times("partition", splits.every_s):
             away = _group(stream.choice(everyone), failures.rack_size, workers)
-            if len(away) < workers:
-                lasts_s = stream.exponential(splits.lasts_s)
-                found.append(Incident(at, "partition", away, lasts_s))
+            found.append(Incident(at, "partition", away, stream.exponential(splits.lasts_s)))
     return sorted(found, key=lambda i: (i.time_s, i.cause, i.workers))
 
 

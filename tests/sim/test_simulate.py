@@ -220,6 +220,7 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, text: str, said: str
         ["--duration", "0"],
         ["--failures-every", "0"],
         ["--node-size", "64"],
+        ["--workers", "16", "--partitions-every", "10m"],
         ["--trace", "/no/such/file"],
         ["--make-trace", "x.csv"],
         ["--forward", "0"],

@@ -13,6 +13,7 @@ from dtrain.scheduler.simulator.errors import InvariantError
 from dtrain.scheduler.simulator.failures import (
     CapacityChange,
     FailureModel,
+    SplitModel,
     StragglerModel,
     draw_incidents,
     draw_spot_trace,
@@ -20,8 +21,11 @@ from dtrain.scheduler.simulator.failures import (
     trace_incidents,
 )
 from dtrain.scheduler.simulator.invariants import check_plan
+from dtrain.scheduler.simulator.leader import LeaderRun
 from dtrain.scheduler.simulator.progress import Progress
-from dtrain.scheduler.simulator.steptime import makespan
+from dtrain.scheduler.simulator.scenario import Scenario
+from dtrain.scheduler.simulator.spec import JobSpec
+from dtrain.scheduler.simulator.steptime import EvenCosts, makespan
 
 
 def test_chance_is_a_function_of_its_key() -> None:
@@ -106,6 +110,27 @@ def test_a_trace_becomes_workers() -> None:
     assert (warned.cause, warned.time_s, warned.notice_s) == ("preempted", 0.0, 10.0)
     with pytest.raises(ValueError, match="at most the 2 workers"):
         trace_incidents(0, 4, [trace[0], CapacityChange(11.0, "remove", 3)])
+
+
+def test_a_partition_leaves_somebody_outside() -> None:
+    splits = SplitModel(every_s=600.0)
+    # The example of docs/simulation.md.
+    racks = FailureModel(every_s=120.0, rack_size=8)
+    found = draw_incidents(0, 16, 1800.0, racks, splits=splits)
+    cut_off = [i for i in found if i.cause == "partition"]
+    assert cut_off
+    assert all(len(i.workers) == 8 for i in cut_off)
+    with pytest.raises(ValueError, match="rack_size"):
+        draw_incidents(0, 16, 1800.0, FailureModel(), splits=splits)
+
+
+def test_what_a_trace_removes_and_adds_at_one_second_is_there_afterwards() -> None:
+    trace = [CapacityChange(10.0, "remove", 2), CapacityChange(10.0, "add", 2)]
+    layout = Layout(even_cuts(2, 2), 4, 2)
+    scenario = Scenario(JobSpec(layout, 4, EvenCosts(0.1, 0.2)), 60.0, trace=trace)
+    run = LeaderRun(scenario.job, scenario.incidents(), 60.0, scenario.failures).run()
+    assert run.violations == []
+    assert run.provisioned_s == pytest.approx(4 * 60.0)
 
 
 def test_a_made_up_trace_stays_within_its_bounds() -> None:
