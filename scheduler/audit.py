@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from dtrain.scheduler.chance import uniform
 from dtrain.scheduler.order import order_actions
 from dtrain.scheduler.plan import Action, Layout, Plan
-
-_MIX = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -65,18 +63,7 @@ def sampled(seed: int, step: int, microbatches: int, rate: float) -> tuple[int, 
     """The microbatches of a step that are computed twice: a share ``rate`` of all."""
     if rate <= 0.0:
         return ()
-    return tuple(m for m in range(microbatches) if _uniform(seed, step, m) < rate)
-
-
-def _uniform(*words: int) -> float:
-    """A number in [0, 1) from words (splitmix64, Steele et al., OOPSLA 2014)."""
-    state = 0
-    for word in words:
-        state = (state + _MIX * (word + 1)) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return (state >> 11) / (1 << 53)
+    return tuple(m for m in range(microbatches) if uniform(seed, step, m) < rate)
 
 
 def differing(layout: Layout, first: Sequence[int], second: Sequence[int]) -> list[Action]:

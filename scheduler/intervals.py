@@ -9,7 +9,7 @@ and with snapshots it takes the loss of all copies of a stage to need a checkpoi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:
@@ -83,6 +83,12 @@ class FailureRate:
         """``count`` failures happened at ``now_s``."""
         self.watch(now_s)
         self.failures += count
+
+    def at(self, now_s: float) -> FailureRate:
+        """What the estimate will be if nothing fails until ``now_s``."""
+        later = replace(self)
+        later.watch(now_s)
+        return later
 
     def per_s(self) -> float:
         """Failures per second."""

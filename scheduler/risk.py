@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dtrain.scheduler.intervals import FailureRate
+
 Fault = Literal["crash", "hang", "numeric", "retry"]
 
 WEIGHTS: Mapping[Fault, float] = {"crash": 1.0, "hang": 1.0, "numeric": 2.0, "retry": 0.1}
@@ -43,12 +45,18 @@ class RiskPolicy:
 
 @dataclass
 class _History:
-    since_s: float
-    score: float = 0.0
-    score_s: float = 0.0
+    rate: FailureRate
     failures: int = 0
     failed_s: float = -math.inf
     wait_until_s: float = -math.inf
+
+
+def _rate(
+    policy: RiskPolicy, now_s: float, failures: float = 0.0, watched_s: float = 0.0
+) -> FailureRate:
+    return FailureRate(
+        policy.prior_mtbf_s, policy.prior_s, policy.half_life_s, failures, watched_s, now_s
+    )
 
 
 @dataclass(frozen=True)
@@ -68,14 +76,14 @@ class RiskLedger:
 
     def joined(self, now_s: float, worker: int) -> None:
         """The worker takes part from now on; a worker that is known already stays as it is."""
-        self._workers.setdefault(worker, _History(now_s, score_s=now_s))
+        if worker not in self._workers:
+            self._workers[worker] = _History(_rate(self.policy, now_s))
 
     def record(self, now_s: float, worker: int, fault: Fault) -> None:
         """A fault of a worker. Crashes and hangs count towards its back-off."""
         self.joined(now_s, worker)
         history, policy = self._workers[worker], self.policy
-        history.score = self._score(history, now_s) + WEIGHTS[fault]
-        history.score_s = max(now_s, history.score_s)
+        history.rate.failed(now_s, WEIGHTS[fault])
         if fault == "retry":
             return
         # Healthy is who has not failed since it was let in again.
@@ -100,17 +108,10 @@ class RiskLedger:
         )
 
     def rate_per_s(self, now_s: float, worker: int) -> float:
-        """Expected faults per second: the mean of a Gamma posterior over forgotten history."""
-        policy = self.policy
-        prior = policy.prior_s / policy.prior_mtbf_s
+        """Expected faults per second."""
         history = self._workers.get(worker)
-        if history is None:
-            return 1 / policy.prior_mtbf_s
-        mean_life_s = policy.half_life_s / math.log(2)
-        known_s = max(0.0, now_s - history.since_s)
-        watched_s = mean_life_s * (1 - math.exp2(-known_s / policy.half_life_s))
-        rate: float = (prior + self._score(history, now_s)) / (policy.prior_s + watched_s)
-        return rate
+        rate = history.rate if history is not None else _rate(self.policy, now_s)
+        return rate.at(now_s).per_s()
 
     def chance_of_fault(self, now_s: float, worker: int, horizon_s: float) -> float:
         """The probability, from 0 to 1, that the worker has a fault in the next ``horizon_s``."""
@@ -129,20 +130,20 @@ class RiskLedger:
 
     def as_json(self) -> dict[str, Any]:
         """For a checkpoint; :meth:`from_json` takes it back."""
-        return {str(w): [h.since_s, h.score, h.score_s] for w, h in sorted(self._workers.items())}
+        return {
+            str(w): [h.rate.failures, h.rate.watched_s, h.rate.now_s]
+            for w, h in sorted(self._workers.items())
+        }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], policy: RiskPolicy | None = None) -> RiskLedger:
         """The ledger without its back-offs: whoever starts anew is let in at once."""
+        policy = policy or RiskPolicy()
         workers = {
-            int(w): _History(float(since), float(score), float(at))
-            for w, (since, score, at) in raw.items()
+            int(w): _History(_rate(policy, float(now_s), float(failures), float(watched_s)))
+            for w, (failures, watched_s, now_s) in raw.items()
         }
-        return cls(policy or RiskPolicy(), workers)
-
-    def _score(self, history: _History, now_s: float) -> float:
-        passed = max(0.0, now_s - history.score_s)
-        return history.score * math.exp2(-passed / self.policy.half_life_s)
+        return cls(policy, workers)
 
     def _backoff_s(self, failures: int) -> float:
         if failures <= 1:

@@ -33,17 +33,23 @@ class Clock:
 
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
         """Let time pass; whether ``until`` came true (it is looked at after every event)."""
-        end = self.now + seconds
-        queue = self._queue
-        while queue and queue[0][0] <= end:
-            self.now, _, actor, action = heapq.heappop(queue)
-            if actor is None:
-                action()
-            elif actor.alive and actor.stopped:
-                actor.woken.append(action)
-            elif actor.alive:
-                action()
+        end_s = self.now + seconds
+        while self.step(end_s):
             if until is not None and until():
                 return True
-        self.now = end
         return False
+
+    def step(self, end_s: float) -> bool:
+        """Do what is due next; False, at ``end_s``, where nothing is due before or at that time."""
+        queue = self._queue
+        if not queue or queue[0][0] > end_s:
+            self.now = end_s
+            return False
+        self.now, _, actor, action = heapq.heappop(queue)
+        if actor is None:
+            action()
+        elif actor.alive and actor.stopped:
+            actor.woken.append(action)
+        elif actor.alive:
+            action()
+        return True

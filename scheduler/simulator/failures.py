@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dtrain.scheduler.chance import Chance
 from dtrain.scheduler.costs import UNIFORM, Cluster
-from dtrain.scheduler.simulator.chance import Chance
 
 Cause = Literal[
     "crash", "hang", "node", "rack", "partition", "straggler", "removed", "added", "preempted"
@@ -24,8 +24,7 @@ class Incident:
     """Something that happens to workers.
 
     ``away_s``: how long their devices are away; 0: only the processes end; infinity: for good.
-    ``factor``: how many times longer a straggler takes, for ``away_s`` seconds. ``notice_s``:
-    warning before a preemption.
+    ``factor``: how many times longer a straggler takes, for ``away_s`` seconds.
     """
 
     time_s: float
@@ -33,7 +32,40 @@ class Incident:
     workers: tuple[int, ...]
     away_s: float = 0.0
     factor: float = 1.0
-    notice_s: float = 0.0
+
+
+class Slowness:
+    """Which devices are slow, and how much.
+
+    It is the device that is slow, whatever becomes of the process on it; one that is struck again
+    is as slow as the worst of what has not passed yet.
+    """
+
+    def __init__(self) -> None:
+        self._struck: dict[int, list[tuple[float, float]]] = {}
+
+    def strike(self, incident: Incident) -> float:
+        """A straggler begins; when it has passed, in seconds."""
+        until_s = incident.time_s + incident.away_s
+        for w in incident.workers:
+            before = (s for s in self._struck.get(w, ()) if s[0] > incident.time_s)
+            self._struck[w] = [*before, (until_s, incident.factor)]
+        return until_s
+
+    def replaced(self, workers: Iterable[int]) -> None:
+        """Workers are other devices from now on."""
+        for w in workers:
+            self._struck.pop(w, None)
+
+    def factor(self, worker: int, now_s: float) -> float:
+        """How many times longer than usual the worker takes now."""
+        struck = self._struck.get(worker, ())
+        return max((factor for until_s, factor in struck if until_s > now_s), default=1.0)
+
+    def slow(self, now_s: float) -> dict[int, float]:
+        """The factors of all workers that are slow now."""
+        factors = {w: self.factor(w, now_s) for w in self._struck}
+        return {w: factor for w, factor in factors.items() if factor != 1.0}
 
 
 @dataclass(frozen=True)
@@ -228,19 +260,9 @@ def trace_incidents(
             present.difference_update(gone)
             if notice_s > 0:
                 warned = max(0.0, change.time_s - notice_s)
-                given_s = change.time_s - warned
-                found.append(Incident(warned, "preempted", gone, notice_s=given_s))
+                found.append(Incident(warned, "preempted", gone))
             found.append(Incident(change.time_s, "removed", gone, math.inf))
     return sorted(found, key=lambda i: i.time_s)
-
-
-def most_workers(workers: int, trace: Sequence[CapacityChange]) -> int:
-    """The most workers that there are at any time."""
-    most = now = workers
-    for change in sorted(trace, key=lambda c: c.time_s):
-        now += change.count if change.kind == "add" else -change.count
-        most = max(most, now)
-    return most
 
 
 def draw_spot_trace(

@@ -7,13 +7,14 @@ used to save; the intervals are Daly's for the true failure rate.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Literal
 
 from dtrain.scheduler.intervals import daly_s
-from dtrain.scheduler.simulator.failures import FailureModel, Incident
+from dtrain.scheduler.simulator.clock import Clock, Do
+from dtrain.scheduler.simulator.failures import FailureModel, Incident, Slowness
 from dtrain.scheduler.simulator.progress import MOMENT_S, Progress
 from dtrain.scheduler.simulator.report import Account, Ideal
 from dtrain.scheduler.simulator.spec import JobSpec
@@ -32,7 +33,7 @@ class GangRun:
     ) -> None:
         self.spec, self.duration_s, self.ideal = spec, duration_s, ideal
         self.account = Account()
-        self.now = 0.0
+        self.clock = Clock()
         losses = failures.losses_per_s(spec.workers)
         losses += sum(i.cause in ("removed", "partition") for i in incidents) / duration_s
         self.interval_s = (
@@ -42,37 +43,40 @@ class GangRun:
         )
         self.provisioned = set(range(spec.workers))
         self.away_until_s: dict[int, float] = {}
-        self.slow: dict[int, float] = {}
+        self.slowness = Slowness()
         self.members: set[int] = set()
         self.progress = Progress(1.0)
-        self.running = False
+        self.phase: Literal["down", "running", "paused"] = "down"
         self.replayed = 0
         self._cause = "start"
         self._accounted_s = 0.0
         self._restarts = 0
         self._asked = 0
         self._usual_s = 1.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._ticket = 0
+        self._whole_at_s = 0.0
         for incident in incidents:
             self._at(incident.time_s, partial(self._meet, incident))
 
     def run(self) -> GangRun:
         """Go through everything that happens before the end."""
         self._at(0.0, partial(self._start, 0))
-        while self._queue and self._queue[0][0] <= self.duration_s:
-            self.now, _, action = heapq.heappop(self._queue)
-            self._account()
-            action()
-        self.now = self.duration_s
+        self.clock.run(self.duration_s)
         self._account()
-        if self.running:
+        if self.phase != "down":
             self.account.lose(self.progress.trained_s() / self.progress.step_s, "unfinished")
         return self
 
-    def _at(self, time_s: float, action: Callable[[], None]) -> None:
-        self._ticket += 1
-        heapq.heappush(self._queue, (time_s, self._ticket, action))
+    @property
+    def now(self) -> float:
+        """Virtual time, in seconds."""
+        return self.clock.now
+
+    def _at(self, time_s: float, action: Do) -> None:
+        def account_and_act() -> None:
+            self._account()
+            action()
+
+        self.clock.at(time_s, None, account_and_act)
 
     def _up(self) -> set[int]:
         return {w for w in self.provisioned if self.away_until_s.get(w, 0.0) <= self.now}
@@ -83,7 +87,7 @@ class GangRun:
         if seconds <= 0 or not count:
             return
         ideal_s = self.ideal.step_s(count)
-        if not self.running:
+        if self.phase != "running":
             self.account.idle(seconds, ideal_s, self._cause)
             return
         passed = self.progress.run_to(self.now)
@@ -94,15 +98,14 @@ class GangRun:
         lease_s, notice_s = self.spec.times.lease_s, self.spec.times.notice_s
         match incident.cause:
             case "straggler":
-                self.slow |= dict.fromkeys(incident.workers, incident.factor)
-                self._at(self.now + incident.away_s, partial(self._recover, incident.workers))
+                self._at(self.slowness.strike(incident), self._set_pace)
                 self._set_pace()
             case "added":
                 self.provisioned.update(incident.workers)
                 self.away_until_s |= dict.fromkeys(incident.workers, self.now)
                 self._come_back(incident.workers)
             case "preempted":
-                if self.running and self.members & set(incident.workers):
+                if self.phase == "running" and self.members & set(incident.workers):
                     self._lose_work(incident.cause)
                     self.progress.durable = self.progress.committed
                     self._restart(incident.cause, self.spec.save_s, incident.workers)
@@ -112,6 +115,7 @@ class GangRun:
                 self._lose(incident, lease_s)
             case "removed":
                 self.provisioned.difference_update(incident.workers)
+                self.slowness.replaced(incident.workers)
                 self._lose(incident, notice_s)
             case _:
                 self._lose(incident, notice_s)
@@ -126,16 +130,17 @@ class GangRun:
         if self.members.isdisjoint(struck):
             return
         if restart:
-            if self.running:
+            if self.phase != "down":
                 self._lose_work(incident.cause)
                 again = self.progress.roll_back(self.progress.durable)
                 self.replayed += again
                 self.account.commit(-again)
                 self.account.lose(again, incident.cause)
             self._restart(incident.cause, notice_s, ())
-        elif self.running:
-            self.running, self._cause = False, incident.cause
-            self._at(self.now + incident.away_s, partial(self._go_on, self._restarts))
+        elif self.phase != "down":
+            self.phase, self._cause = "paused", incident.cause
+            self._whole_at_s = max(self._whole_at_s, self.now + incident.away_s)
+            self._at(self.now + incident.away_s, self._go_on)
 
     def _lose_work(self, cause: str) -> None:
         under_way_s = self.progress.trained_s()
@@ -146,51 +151,49 @@ class GangRun:
 
     def _restart(self, cause: str, notice_s: float, without: Iterable[int]) -> None:
         """All start anew; ``without``: workers that are about to go."""
-        self.running, self._cause = False, cause
+        self.phase, self._cause = "down", cause
         self._restarts += 1
         for w in without:
             self.away_until_s[w] = math.inf
         ready_s = self.now + notice_s + self.spec.gang_restart_s + self.spec.load_s
         self._at(ready_s, partial(self._start, self._restarts))
 
-    def _go_on(self, restarts: int) -> None:
-        if restarts == self._restarts:
-            self.running = True
-            self.progress.at_s = self.now
+    def _go_on(self) -> None:
+        """The network is whole again: what could not be done meanwhile is done now."""
+        if self.phase != "paused" or self.now < self._whole_at_s:
+            return
+        self.phase, self._asked = "running", 0
+        self.progress.at_s = self.now
+        self._set_pace()
+        self._come_back(self.provisioned)
 
     def _start(self, restarts: int) -> None:
-        if restarts != self._restarts or self.running:
+        if restarts != self._restarts or self.phase != "down":
             return
         self.members = self._up()
         if len(self.members) < max(1, self.spec.min_workers):
             self._cause = "absent"
             return
-        self.running = True
+        self.phase = "running"
         self.progress.at_s, self.progress.into_s = self.now, 0.0
         self._set_pace()
         self.progress.every = max(1, round(self.interval_s / self.progress.step_s))
         self.progress.save_s = self.spec.save_s
 
     def _set_pace(self) -> None:
-        if not self.running:
+        if self.phase != "running":
             return
         self._usual_s = pace_s = self.ideal.step_s(len(self.members))
-        slow = {
-            i: f for i, w in enumerate(sorted(self.members)) if (f := self.slow.get(w)) is not None
-        }
+        factors = self.slowness.slow(self.now)
+        slow = {i: factors[w] for i, w in enumerate(sorted(self.members)) if w in factors}
         if slow:
             pace_s = self.spec.step_time(self.ideal.plan(len(self.members)), slow)
         self.progress.change_pace(pace_s)
 
-    def _recover(self, workers: Iterable[int]) -> None:
-        for w in workers:
-            self.slow.pop(w, None)
-        self._set_pace()
-
     def _come_back(self, workers: Iterable[int]) -> None:
         """Devices are there again: they are taken in after the next checkpoint."""
         back = self._up().intersection(workers) - self.members
-        if not self.running:
+        if self.phase != "running":
             if len(self.members) < max(1, self.spec.min_workers):
                 self._restart("added", 0.0, ())
             return
@@ -199,7 +202,7 @@ class GangRun:
             self._at(self.now + self.progress.to_save_s(), partial(self._take_in, self._restarts))
 
     def _take_in(self, restarts: int) -> None:
-        if restarts != self._restarts or not self.running:
+        if restarts != self._restarts or self.phase != "running":
             return
         if self.progress.committed > self.progress.durable:
             # The pace has changed since.

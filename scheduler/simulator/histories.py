@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from dtrain.scheduler.chance import Chance
 from dtrain.scheduler.costs import Cluster
-from dtrain.scheduler.simulator.chance import Chance
 from dtrain.scheduler.simulator.errors import InvariantError, require
 from dtrain.scheduler.simulator.world import World
 

@@ -8,7 +8,6 @@ long it takes to notice, to agree and to rebuild is given by :class:`RecoveryTim
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,7 +24,7 @@ from dtrain.scheduler.planner import make_plan, replan
 from dtrain.scheduler.recovery import Settlement, Transfer, settle, transfers
 from dtrain.scheduler.relayout import replan_or_relayout
 from dtrain.scheduler.simulator.errors import InvariantError, require
-from dtrain.scheduler.simulator.failures import FailureModel, Incident
+from dtrain.scheduler.simulator.failures import FailureModel, Incident, Slowness
 from dtrain.scheduler.simulator.invariants import check_plan
 from dtrain.scheduler.simulator.progress import MOMENT_S
 from dtrain.scheduler.simulator.report import Account, Ideal, moved_microbatches
@@ -70,9 +69,12 @@ class LeaderRun(LeaderView):
         self._accounted_s = 0.0
         self._pace = (1.0, 1.0)
         self._step_s: dict[int, float] = {}
+        self._slowness = Slowness()
         self._known_slow: dict[int, float] = {}
         self._allows_for_slow = False
         self._asked = 0
+        self._wanted = ""
+        self._whole_at_s = 0.0
         self._began_at_step = 0
         for incident in incidents:
             self._at(incident.time_s, partial(self._meet, incident))
@@ -81,16 +83,13 @@ class LeaderRun(LeaderView):
         """Go through everything that happens before the end."""
         self._at(0.0, self._start_all)
         try:
-            while self._queue and self._queue[0][0] <= self.duration_s:
-                self.now, _, action = heapq.heappop(self._queue)
-                action()
+            while self.clock.step(self.duration_s):
                 self._check()
-            self.now = self.duration_s
             self._account()
         except (InvariantError, ImpossibleTransitionError, ValueError) as error:
             self.violations.append(f"at {self.now:.3f} s: {error}")
         left_s = self.progress.trained_s()
-        if left_s and self.phase == "running":
+        if left_s and self.phase in ("running", "paused"):
             self.account.lose(left_s / self.progress.step_s, "unfinished")
         return self
 
@@ -125,7 +124,7 @@ class LeaderRun(LeaderView):
     def _stop(self, cause: str) -> None:
         """Training stops because of ``cause``; the step under way is discarded unless voted."""
         self._account()
-        if self.phase == "running":
+        if self.phase in ("running", "paused"):
             self._take_snapshots()
             under_way_s = self.progress.trained_s()
             near_end = self.progress.step_s - under_way_s <= self.spec.times.vote_s
@@ -134,7 +133,7 @@ class LeaderRun(LeaderView):
             if under_way_s > 0:
                 self.account.lose(under_way_s / self.progress.step_s, cause)
                 self.replayed += under_way_s > MOMENT_S and not self.voted
-        self.phase, self._cause = "stopped", cause
+        self.phase, self._cause, self._wanted = "stopped", cause, ""
 
     def _take_snapshots(self) -> None:
         """What the members' memories have of the newest two snapshot steps."""
@@ -172,6 +171,7 @@ class LeaderRun(LeaderView):
             case "removed":
                 for w in incident.workers:
                     self.workers[w].provisioned = False
+                self._slowness.replaced(incident.workers)
                 self.seen["removed"] += len(incident.workers)
                 self._end(incident, self.spec.times.notice_s, certain=True)
             case "partition":
@@ -220,16 +220,23 @@ class LeaderRun(LeaderView):
         lease_s = self.spec.times.lease_s
         if incident.away_s >= lease_s:
             self._end(incident, lease_s, certain=False)
-        elif self.phase == "running" and self._alive(incident.workers):
+        elif self.phase in ("running", "paused") and self._alive(incident.workers):
             self.seen["partition"] += 1
             self.phase, self._cause = "paused", "partition"
+            self._whole_at_s = max(self._whole_at_s, self.now + incident.away_s)
             self._later(incident.away_s, self._resume)
 
     def _resume(self) -> None:
-        if self.phase == "paused":
-            self._account()
-            self.phase = "running"
-            self.progress.at_s = self.now
+        """The network is whole again: what could not be done meanwhile is done now."""
+        if self.phase != "paused" or self.now < self._whole_at_s:
+            return
+        self._account()
+        self.phase = "running"
+        self.progress.at_s = self.now
+        self._set_pace()
+        wanted, self._wanted = self._wanted, ""
+        if wanted:
+            self._ask(wanted)
 
     def _leave(self, incident: Incident) -> None:
         going = self._alive(incident.workers)
@@ -244,19 +251,13 @@ class LeaderRun(LeaderView):
         self._ask("leave")
 
     def _slow_down(self, incident: Incident) -> None:
-        for w in self._alive(incident.workers):
-            worker = self.workers[w]
-            worker.slow, worker.slow_until_s = incident.factor, self.now + incident.away_s
-            self.seen["straggler"] += 1
-            self._later(incident.away_s, self._recover)
+        self._at(self._slowness.strike(incident), self._recover)
+        self.seen["straggler"] += len(self._alive(incident.workers))
         self._set_pace()
         self._watch_speeds()
 
     def _recover(self) -> None:
         self._account()
-        for worker in self.workers.values():
-            if worker.slow_until_s <= self.now:
-                worker.slow = 1.0
         self._set_pace()
         self._watch_speeds()
 
@@ -266,7 +267,7 @@ class LeaderRun(LeaderView):
             self._later(self.spec.rebalance_steps * self.progress.step_s, self._rebalance)
 
     def _rebalance(self) -> None:
-        slow = {w: worker.slow for w, worker in self.workers.items() if worker.slow != 1.0}
+        slow = self._slowness.slow(self.now)
         if slow == self._known_slow:
             return
         self._known_slow = slow
@@ -275,7 +276,8 @@ class LeaderRun(LeaderView):
     def _set_pace(self) -> None:
         if self.plan is None or self.phase != "running":
             return
-        slow = {w: f for w in self.plan.workers if (f := self.workers[w].slow) != 1.0}
+        members = set(self.plan.workers)
+        slow = {w: f for w, f in self._slowness.slow(self.now).items() if w in members}
         usual_s = self._usual_s()
         pace_s = self.spec.step_time(self.plan, slow) if slow else usual_s
         self._pace = (usual_s, pace_s)
@@ -295,6 +297,8 @@ class LeaderRun(LeaderView):
 
     def _ask(self, cause: str) -> None:
         """Let all regroup at the next step boundary, because somebody joins or leaves."""
+        if self.phase == "paused":
+            self._wanted = cause
         if self.phase != "running" or self._asked == self.generations:
             return
         self._account()
@@ -303,7 +307,11 @@ class LeaderRun(LeaderView):
         self._later(wait_s, partial(self._at_boundary, number, cause))
 
     def _at_boundary(self, number: int, cause: str) -> None:
-        if self.phase == "running" and number == self.generations:
+        if number != self.generations:
+            return
+        if self.phase == "paused":
+            self._asked, self._wanted = 0, cause
+        elif self.phase == "running":
             self._stop(cause)
             self._later(
                 self.spec.times.agree_s / 2, lambda: self._regroup(f"somebody wants to {cause}")

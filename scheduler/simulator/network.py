@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dtrain.scheduler.simulator.chance import Chance
+from dtrain.scheduler.chance import Chance
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,6 @@ class NetworkModel:
         while self.loss and chance.random() < self.loss:
             delay += self.retry_s
         return delay
-
-    def mean_s(self) -> float:
-        """The time that a message takes on average, in seconds."""
-        return (self.least_s + self.most_s) / 2 + self.retry_s * self.loss / (1 - self.loss)
 
 
 class Network:
@@ -70,7 +66,7 @@ class Network:
     def keep_apart(self, some: Iterable[int], others: Iterable[int]) -> None:
         """Nothing goes between the two groups; both reach the log."""
         others = list(others)
-        self.side = {}
+        self.side, self.log_side = {}, 0
         self.deaf = {pair for a in some for b in others for pair in ((a, b), (b, a))}
 
     def silence(self, speaker: int, hearer: int) -> None:

@@ -23,9 +23,8 @@ class Life:
     """A worker's process from its start to its end, as its machine and its memory know it.
 
     ``told``: whom it was told to be lost, and whether for certain. ``cut_off_s``: since when it
-    cannot reach the log. ``slow``: how many times longer than usual its compute takes. ``turns``:
-    how often its machine was told something; ``looked``: that and the troubles of others when there
-    was last nobody to look at.
+    cannot reach the log. ``turns``: how often its machine was told something; ``looked``: that and
+    the troubles of others when there was last nobody to look at.
     """
 
     def __init__(self, world: World, peer: Peer, policy: MembershipPolicy) -> None:
@@ -45,7 +44,6 @@ class Life:
         self._joiners: tuple[int, bool] = (-1, False)
         self.to_do: list[core.Instruction] = []
         self.cut_off_s: float | None = None
-        self.slow = 1.0
         self.instructions: dict[str, int] = {}
 
     def notice(self, event: core.Event) -> None:

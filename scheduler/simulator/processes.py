@@ -14,7 +14,7 @@ from functools import partial
 from dtrain.scheduler.membership import ImpossibleTransitionError
 from dtrain.scheduler.plan import Plan
 from dtrain.scheduler.simulator.errors import InvariantError, require
-from dtrain.scheduler.simulator.failures import FailureModel, Incident
+from dtrain.scheduler.simulator.failures import FailureModel, Incident, Slowness
 from dtrain.scheduler.simulator.histories import PEACE_S, make_peace, stays_possible
 from dtrain.scheduler.simulator.network import NetworkModel
 from dtrain.scheduler.simulator.process import Life
@@ -73,6 +73,8 @@ class ProcessRun:
         self._capacity = 0.0
         self._cause = "start"
         self._last: tuple[int, int] | None = None
+        self._slowness = Slowness()
+        self._cuts: list[tuple[float, set[int]]] = []
         self._steps_s: dict[int, float] = {}
         for incident in incidents:
             self.world.at(incident.time_s, partial(self._meet, incident))
@@ -86,6 +88,7 @@ class ProcessRun:
             self._provision(())
             self._close()
             world.on_commit = None
+            self._cuts = []
             make_peace(world, world.chance)
             settled = world.run(PEACE_S + 2 * world.policy.gather_s, world.settled)
             require(settled or not stays_possible(world), "no progress after the faults stopped")
@@ -107,7 +110,9 @@ class ProcessRun:
         return self._steps_s[plan.generation]
 
     def _compute_s(self, course: Course) -> float:
-        return self._step_s(course.plan) * course.life.slow
+        return self._step_s(course.plan) * self._slowness.factor(
+            course.life.peer.worker, self.world.now
+        )
 
     def _commit(self, number: int, step: int) -> None:
         """A step was committed for the first time in its generation."""
@@ -124,7 +129,7 @@ class ProcessRun:
             self.replayed += again
             self.account.commit(-again)
             self.account.lose(again, self._cause)
-        pace_s = usual_s * max(world.lives[p].slow for p in world.standing[number].peers())
+        pace_s = usual_s * max(self._slowness.factor(w, now) for w in plan.workers)
         pace_s = min(pace_s, now - self._since_s)
         there_s = self.ideal.step_s(len(plan.workers))
         paces = [("absent", there_s), ("plan", usual_s), ("straggler", pace_s)]
@@ -175,19 +180,18 @@ class ProcessRun:
                     self._start(w)
             case "removed":
                 self._provision(incident.workers, there=False)
+                self._slowness.replaced(incident.workers)
                 self._end(struck, incident)
             case "preempted":
                 for w in struck:
                     world.leave(w)
             case "straggler":
-                for w in struck:
-                    world.current[w].slow = incident.factor
-                    recover = partial(_recover, world.current[w])
-                    world.at(world.now + incident.away_s, recover)
+                self._slowness.strike(incident)
             case "partition":
-                inside = set(incident.workers)
-                world.cut(set(world.current) - inside, inside)
-                world.at(world.now + incident.away_s, world.heal)
+                until_s = world.now + incident.away_s
+                self._cuts.append((until_s, set(incident.workers)))
+                world.at(until_s, self._cut)
+                self._cut()
             case "hang":
                 for w in struck:
                     life = world.current[w]
@@ -201,6 +205,16 @@ class ProcessRun:
             count = len(incident.workers)
             many = incident.cause in ("added", "removed", "preempted")
             self.seen[incident.cause] += count if many else 1
+
+    def _cut(self) -> None:
+        """Cut off who is cut off now, each group on its own."""
+        world = self.world
+        self._cuts = [cut for cut in self._cuts if cut[0] > world.now]
+        groups = [inside for _, inside in self._cuts]
+        if groups:
+            world.cut(set(world.current).difference(*groups), *groups)
+        else:
+            world.heal()
 
     def _end(self, struck: Sequence[int], incident: Incident) -> None:
         """Processes end; those whose devices are away are not started until they are back."""
@@ -226,7 +240,3 @@ class ProcessRun:
         world.gone_for_good.discard(w)
         if w in self.provisioned and (w not in world.current or not world.current[w].alive):
             world.start(w)
-
-
-def _recover(life: Life) -> None:
-    life.slow = 1.0

@@ -36,7 +36,6 @@ class Progress:
     durable: int = 0
     into_s: float = 0.0
     at_s: float = 0.0
-    saves: int = 0
 
     def run_to(self, time_s: float) -> Passed:
         """Train until ``time_s``."""
@@ -56,13 +55,12 @@ class Progress:
                 self.into_s = left
                 return
             left -= self.save_s
-            self._saved(self.committed)
+            self.durable = self.committed
         if self.every:
             left += self._steps_unsaved() * self.step_s
             round_s = self.every * self.step_s + self.save_s
             rounds = int(left / round_s)
             left -= rounds * round_s
-            self.saves += rounds
             self.durable += rounds * self.every
             steps = min(self.every, int(left / self.step_s + _EPSILON))
             self.committed = self.durable + steps
@@ -109,7 +107,3 @@ class Progress:
 
     def _steps_unsaved(self) -> int:
         return self.committed - self.durable
-
-    def _saved(self, step: int) -> None:
-        self.durable = step
-        self.saves += 1

@@ -59,8 +59,7 @@ class JobSpec:
     rebalance_steps: int = 10
     relayout: bool = True
     times: RecoveryTimes = field(default_factory=RecoveryTimes)
-    policy: MembershipPolicy | None = None
 
     def membership_policy(self) -> MembershipPolicy:
         """How long to wait for whom."""
-        return self.policy or MembershipPolicy(self.workers, self.min_workers)
+        return MembershipPolicy(self.workers, self.min_workers)

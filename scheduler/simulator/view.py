@@ -6,9 +6,8 @@ is lost, the machine of the next one is brought up from what the job's log says.
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +15,7 @@ from dtrain.scheduler import events as core
 from dtrain.scheduler.events import Announcement, Peer, Proposal
 from dtrain.scheduler.membership import Membership
 from dtrain.scheduler.risk import RiskLedger
+from dtrain.scheduler.simulator.clock import Clock, Do
 from dtrain.scheduler.simulator.errors import require
 from dtrain.scheduler.simulator.progress import Progress
 from dtrain.scheduler.simulator.spec import JobSpec
@@ -37,8 +37,6 @@ class Slot:
     snapshots: tuple[tuple[int, int], ...] = ()
     leaving: bool = False
     away_until_s: float = 0.0
-    slow: float = 1.0
-    slow_until_s: float = 0.0
 
 
 class LeaderView(ABC):
@@ -50,7 +48,7 @@ class LeaderView(ABC):
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
-        self.now = 0.0
+        self.clock = Clock()
         self.workers = {w: Slot(True) for w in range(spec.workers)}
         self.machine: Membership | None = None
         self.ledger = RiskLedger()
@@ -59,8 +57,6 @@ class LeaderView(ABC):
         self.voted = False
         self._last: Proposal | None = None
         self._lost: dict[Peer, core.Lost] = {}
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._ticket = 0
 
     # For the run around it
 
@@ -74,11 +70,15 @@ class LeaderView(ABC):
 
     # Time
 
-    def _at(self, time_s: float, action: Callable[[], None]) -> None:
-        self._ticket += 1
-        heapq.heappush(self._queue, (time_s, self._ticket, action))
+    @property
+    def now(self) -> float:
+        """Virtual time, in seconds."""
+        return self.clock.now
 
-    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+    def _at(self, time_s: float, action: Do) -> None:
+        self.clock.at(time_s, None, action)
+
+    def _later(self, delay_s: float, action: Do) -> None:
         self._at(self.now + delay_s, action)
 
     def _alive(self, workers: Iterable[int]) -> list[int]:

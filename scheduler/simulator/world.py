@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 from dtrain.scheduler import events as core
+from dtrain.scheduler.chance import Chance
 from dtrain.scheduler.costs import UNIFORM, Cluster
 from dtrain.scheduler.events import Announcement, MembershipPolicy, Peer
 from dtrain.scheduler.plan import Layout, Plan
 from dtrain.scheduler.planner import even_cuts, make_plan, replan
 from dtrain.scheduler.recovery import Settlement, settle
 from dtrain.scheduler.relayout import replan_or_relayout
-from dtrain.scheduler.simulator.chance import Chance
 from dtrain.scheduler.simulator.clock import Clock, Do
 from dtrain.scheduler.simulator.errors import require
 from dtrain.scheduler.simulator.invariants import Invariants

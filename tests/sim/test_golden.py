@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.scheduler import events as core
-from dtrain.scheduler.simulator.chance import Chance
+from dtrain.scheduler.chance import Chance
 from dtrain.scheduler.simulator.story import describe
 from dtrain.scheduler.simulator.world import World
 

@@ -15,10 +15,15 @@ from dtrain.scheduler import Layout, even_cuts
 from dtrain.scheduler.simulator import leader
 from dtrain.scheduler.simulator.failures import (
     FailureModel,
+    Incident,
     SplitModel,
     StragglerModel,
     draw_spot_trace,
 )
+from dtrain.scheduler.simulator.gang import GangRun
+from dtrain.scheduler.simulator.leader import LeaderRun
+from dtrain.scheduler.simulator.network import NetworkModel
+from dtrain.scheduler.simulator.processes import ProcessRun
 from dtrain.scheduler.simulator.report import Report
 from dtrain.scheduler.simulator.scenario import Scenario, simulate
 from dtrain.scheduler.simulator.spec import JobSpec
@@ -107,6 +112,79 @@ def test_warnings_save_the_steps_that_removals_cost() -> None:
     assert sudden.steps_replayed > 15
     assert warned.steps_replayed == 0
     assert warned.lost_by_cause["leave"] > 0
+
+
+QUIET = job(8, 16, stages=2)
+SPLIT = Incident(115.0, "partition", (0, 1), 4.9)
+
+
+def leader_of(*incidents: Incident, spec: JobSpec = QUIET) -> LeaderRun:
+    found = LeaderRun(spec, incidents, HOUR, FailureModel()).run()
+    assert found.violations == []
+    return found
+
+
+def test_a_worker_that_comes_back_while_the_network_is_split_is_admitted() -> None:
+    """In the split, or right before it, so that all wait for the next step boundary."""
+    for back_s in (117.0, 114.9):
+        found = leader_of(Incident(100.0, "crash", (7,), back_s - 100.5), SPLIT)
+        assert found.plan is not None
+        assert len(found.plan.workers) == 8
+        assert found.account.goodput > 0.99
+
+
+def test_a_straggler_that_begins_while_the_network_is_split_slows_the_steps() -> None:
+    spec = replace(QUIET, rebalance_steps=0)
+    slow = Incident(116.0, "straggler", (3,), 600.0, 3.0)
+    usual = leader_of(SPLIT, spec=spec)
+    gangs = [
+        GangRun(spec, incidents, HOUR, FailureModel(), usual.ideal).run()
+        for incidents in ([SPLIT], [SPLIT, slow])
+    ]
+    for before, after in ((usual, leader_of(SPLIT, slow, spec=spec)), gangs):
+        assert after.account.committed < before.account.committed - 100
+        assert after.account.lost["straggler"] > 100
+
+
+def test_a_crash_while_the_network_is_split_costs_what_it_costs_elsewhere() -> None:
+    """The step under way, and under gang restart all steps since the newest checkpoint."""
+    crash = Incident(116.0, "crash", (3,))
+    reroute = leader_of(SPLIT, crash)
+    gang = GangRun(QUIET, [SPLIT, crash], HOUR, FailureModel(), reroute.ideal).run()
+    for run in (reroute, gang):
+        account = run.account
+        assert sum(account.lost.values()) == pytest.approx(account.capacity - account.committed)
+        assert account.lost["crash"] > 0
+    assert gang.replayed > 50
+    assert leader_of(SPLIT, replace(SPLIT, time_s=118.0)).account.lost["partition"] == (
+        pytest.approx(7.9 / reroute.ideal.step_s(8), rel=1e-6)
+    )
+
+
+def committed(*incidents: Incident) -> list[float]:
+    """Steps in two minutes: in both fidelities, and under gang restart."""
+    spec, failures = replace(QUIET, rebalance_steps=0), FailureModel()
+    full = ProcessRun(0, spec, incidents, 120.0, failures, NetworkModel()).run()
+    long = LeaderRun(spec, incidents, 120.0, failures).run()
+    assert full.violations == long.violations == []
+    gang = GangRun(spec, incidents, 120.0, failures, long.ideal).run()
+    return [run.account.committed for run in (full, long, gang)]
+
+
+@pytest.mark.parametrize("begins_s", [20.0, 40.0])
+def test_a_worker_is_slow_until_the_last_straggler_of_it_has_passed(begins_s: float) -> None:
+    """A short one ends in the time of a long one."""
+    long = Incident(30.0, "straggler", (3,), 50.0, 3.0)
+    short = Incident(begins_s, "straggler", (3,), 20.0, 3.0)
+    one = Incident(min(begins_s, 30.0), "straggler", (3,), 80.0 - min(begins_s, 30.0), 3.0)
+    both = sorted([long, short], key=lambda i: i.time_s)
+    assert committed(*both) == pytest.approx(committed(one), abs=1)
+
+
+def test_a_straggler_that_crashes_stays_slow() -> None:
+    slow, crash = Incident(20.0, "straggler", (3,), 60.0, 3.0), Incident(20.5, "crash", (3,))
+    for crashed, both in zip(committed(crash), committed(slow, crash), strict=True):
+        assert crashed - both > 80
 
 
 def test_load_moves_off_a_straggler() -> None:

@@ -15,6 +15,18 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 
 
+def uniform(*words: int) -> float:
+    """A number in [0, 1) that ``words`` alone decide."""
+    state = 0
+    for word in words:
+        state = _mix((state + _GAMMA * (word + 1)) & _MASK)
+    return _unit(state)
+
+
+def _unit(bits: int) -> float:
+    return (bits >> 11) * 2.0**-53
+
+
 def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -54,7 +66,7 @@ class Chance:
 
     def random(self) -> float:
         """Uniform in [0, 1)."""
-        return (self.bits() >> 11) * 2.0**-53
+        return _unit(self.bits())
 
     def uniform(self, low: float, high: float) -> float:
         """Uniform between ``low`` and ``high``."""
