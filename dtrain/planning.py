@@ -65,7 +65,7 @@ def job_layout(
     sizes = block_sizes(source, 0, config.parallel.microbatches)
     shapes = [layer_shape(layer) for layer in layers]
     found = auto_stages(config, CostModel(), "cpu", shapes, sizes, range(workers))
-    return found.choice.plan.layout, found.reason
+    return found.plan.layout, found.reason
 
 
 def auto_stages(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts
-from dtrain.scheduler.plan import Layout, Schedule
-from dtrain.scheduler.search import Choice, choose_plan
+from dtrain.scheduler.plan import Layout, Plan, Schedule
+from dtrain.scheduler.planner import first_plan
+from dtrain.scheduler.predict import Prediction, excess_bytes, predict
 
 _MOST_WORKERS = 64
 """Above so many workers the programme deals out as many shares of them."""
@@ -104,17 +105,23 @@ def _stage_ticks(
 class StageCount:
     """The number of stages that was found fastest.
 
-    ``choices[n]``: the best plan with ``n`` stages, fit for memory or not.
+    ``plans[n]``, ``predictions[n]``: the plan with ``n`` stages, fit for memory or not.
     """
 
     stages: int
-    choices: dict[int, Choice]
+    plans: dict[int, Plan]
+    predictions: dict[int, Prediction]
     reason: str
 
     @property
-    def choice(self) -> Choice:
+    def plan(self) -> Plan:
         """The plan to take."""
-        return self.choices[self.stages]
+        return self.plans[self.stages]
+
+    @property
+    def prediction(self) -> Prediction:
+        """What it takes."""
+        return self.predictions[self.stages]
 
 
 def choose_stages(
@@ -131,7 +138,11 @@ def choose_stages(
 ) -> StageCount:
     """Try 1 (pure data parallelism) to ``most`` stages and take the fastest within memory.
 
-    ``costs_of(cuts)``: the costs of the step under those cuts. Of equal ones the fewest stages.
+    What is compared are the plans that a run makes (:func:`dtrain.scheduler.planner.first_plan`),
+    which nobody searches and in which nothing is recomputed. Of equal ones the fewest stages; where
+    none fits, the one that lacks the least memory.
+
+    ``costs_of(cuts)``: the costs of the step under those cuts.
 
     Raises:
         ValueError: as :func:`dtrain.scheduler.make_plan`.
@@ -140,33 +151,35 @@ def choose_stages(
     memory = min(
         (cluster.memory_bytes[w] for w in workers if w in cluster.memory_bytes), default=None
     )
-    choices: dict[int, Choice] = {}
+    plans: dict[int, Plan] = {}
+    predictions: dict[int, Prediction] = {}
     for stages in range(1, min(most or num_layers, num_layers) + 1):
         cuts = cut_stages(single, stages, len(workers), memory)
         if cuts is None:
-            # Recomputing activations may still make it fit.
+            # To say what it would take, and because what the programme takes is an upper bound.
             cuts = cut_stages(single, stages, len(workers))
         assert cuts is not None
         layout = Layout(cuts, microbatches, redundancy, schedule)
-        choices[stages] = choose_plan(layout, workers, generation, costs_of(cuts), cluster)
+        plans[stages] = first_plan(layout, workers, generation, cluster)
+        predictions[stages] = predict(plans[stages], costs_of(cuts), cluster)
 
-    def worth(stages: int) -> tuple[bool, int, int]:
-        found = choices[stages].prediction
-        return bool(found.over), found.step_ticks, stages
+    def worth(stages: int) -> tuple[int, int, int]:
+        found = predictions[stages]
+        return excess_bytes(found, cluster), found.step_ticks, stages
 
-    best = min(choices, key=worth)
-    return StageCount(best, choices, _compared(choices, best))
+    best = min(plans, key=worth)
+    return StageCount(best, plans, predictions, _compared(predictions, best, schedule))
 
 
-def _compared(choices: dict[int, Choice], best: int) -> str:
-    parts = []
-    for stages, choice in choices.items():
-        found = choice.prediction
-        said = f"{stages}: {found.step_ticks / 1e6:.2f} ms"
-        if found.over:
-            said += " (does not fit in memory)"
-        elif any(choice.recompute):
-            said += " (recomputing activations)"
-        parts.append(said)
+def _compared(predictions: dict[int, Prediction], best: int, schedule: Schedule) -> str:
+    parts = [
+        f"{stages}: {found.step_ticks / 1e6:.2f} ms"
+        + (" (does not fit in memory)" if found.over else "")
+        for stages, found in predictions.items()
+    ]
     kind = "1 stage (pure data parallelism)" if best == 1 else f"{best} stages"
-    return f"{kind} predicted fastest; " + ", ".join(parts)
+    why = "nearest to fitting in memory" if predictions[best].over else "predicted fastest"
+    return (
+        f"{kind} {why} of a run's plans by number of stages, in {schedule} order and with nothing "
+        f"recomputed; {', '.join(parts)}"
+    )

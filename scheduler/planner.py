@@ -75,6 +75,19 @@ def make_plan(
     return Plan(generation, layout, members, holders, executors, actions, reason)
 
 
+def first_plan(
+    layout: Layout, workers: Sequence[int], generation: int, cluster: Cluster = UNIFORM
+) -> Plan:
+    """The plan that a run begins with, when nothing is known of costs and speeds.
+
+    Of ``cluster`` only the failure domains count, which workers tell when they join.
+
+    Raises:
+        ValueError: as :func:`make_plan`.
+    """
+    return make_plan(layout, workers, generation, cluster=Cluster(domains=cluster.domains))
+
+
 def checked_members(workers: Sequence[int]) -> tuple[int, ...]:
     """The workers in ascending order.
 

@@ -105,6 +105,12 @@ def peak_memory(plan: Plan, costs: StepCosts) -> dict[int, int]:
     return peak
 
 
+def excess_bytes(prediction: Prediction, cluster: Cluster) -> int:
+    """Bytes by which a plan exceeds the workers' memories, over all of them."""
+    limit, used = cluster.memory_bytes, prediction.memory_bytes
+    return sum(used[w] - limit[w] for w in prediction.over)
+
+
 class _Walk:
     """Workers at their places in their orders."""
 

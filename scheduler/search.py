@@ -17,7 +17,7 @@ from dtrain.scheduler.planner import (
     make_plan,
     replan,
 )
-from dtrain.scheduler.predict import Prediction, longest_sum, predict
+from dtrain.scheduler.predict import Prediction, excess_bytes, longest_sum, predict
 
 SEARCH_ACTIONS = 50_000
 """Actions that a search puts in order at most, over all candidates but the first."""
@@ -192,12 +192,6 @@ def _choose(draw: _Drafts, costs: StepCosts, cluster: Cluster, budget: int) -> C
             return min(tried, key=lambda choice: excess_bytes(choice.prediction, cluster))
         again[_hungriest(known, again)] = True
         known = recomputed(costs, again)
-
-
-def excess_bytes(prediction: Prediction, cluster: Cluster) -> int:
-    """Bytes by which a plan exceeds the workers' memories, over all of them."""
-    limit, used = cluster.memory_bytes, prediction.memory_bytes
-    return sum(used[w] - limit[w] for w in prediction.over)
 
 
 def recomputed(costs: StepCosts, stages: Sequence[bool]) -> StepCosts:

@@ -15,7 +15,7 @@ from dtrain.errors import DtrainError
 if TYPE_CHECKING:
     from dtrain.config import Config
     from dtrain.planview import Spans
-    from dtrain.scheduler import Cluster, Plan
+    from dtrain.scheduler import Cluster, Layout, Plan, StepCosts
     from dtrain.scheduler.costmodel import CostModel
     from dtrain.scheduler.predict import Prediction
 
@@ -88,6 +88,9 @@ def plan_command(
     step: Annotated[
         int | None, typer.Option(min=0, help="step whose microbatches are planned for")
     ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="the best plan found, which no run makes by itself")
+    ] = False,
     learn: Annotated[
         Path | None, typer.Option(help="run folder whose recorded actions the costs are fitted to")
     ] = None,
@@ -102,7 +105,7 @@ def plan_command(
     trace: Annotated[Path | None, typer.Option(help="write a Chrome trace to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a plan: who does what when, who holds what, the predicted step time, and why."""
+    """Show the plan that a run makes: who does what when, who holds what, how long, and why."""
     if (config is None) == (run is None):
         raise DtrainError("plan: expected CONFIG or --run, one of them; see dtrain plan --help")
     if run is not None:
@@ -119,7 +122,7 @@ def plan_command(
         memory_mib = memory_mib or loaded.parallel.memory_mib
         cluster = _cluster(members, _pairs(slow, workers), memory_mib, per_node, gbit_s)
         lost = _numbers("--fail", fail, workers)
-        shown = _planned(loaded, members, lost, cluster, step or 0, learn)
+        shown = _planned(loaded, members, lost, cluster, step or 0, learn, search)
     _write(shown, svg, png, trace)
     if as_json:
         typer.echo(json.dumps(shown.as_json()))
@@ -178,6 +181,7 @@ def _planned(
     cluster: Cluster,
     step: int,
     learn: Path | None,
+    search: bool,
 ) -> Shown:
     from dtrain.data.store import GraphStore
     from dtrain.planning import (
@@ -189,9 +193,7 @@ def _planned(
         layout_of,
         model_shapes,
     )
-    from dtrain.scheduler import StepCosts
     from dtrain.scheduler.costmodel import CostModel
-    from dtrain.scheduler.search import choose_plan, choose_replan
 
     store = GraphStore.open(config.data.store, config.data.cache_dir)
     parallel = config.parallel
@@ -201,26 +203,75 @@ def _planned(
     if learn is not None:
         model, device = _learned(learn)
         origin = f"the recorded actions of {learn}"
-
-    def costs_of(cuts: tuple[int, ...]) -> StepCosts:
-        return costs_of_sizes(config, model, device, shapes, cuts, sizes)
-
     said = [f"costs from {origin}"]
     if parallel.stages == "auto":
         found = auto_stages(config, model, device, shapes, sizes, members, cluster)
-        choice = found.choice
-        layout = choice.plan.layout
+        layout = found.plan.layout
         said.append(found.reason)
     else:
         layout = layout_of(config, config_cuts(config))
-        choice = choose_plan(layout, members, 1, costs_of(layout.cuts), cluster)
+    costs = costs_of_sizes(config, model, device, shapes, layout.cuts, sizes)
+    shown = (_searched if search else _as_run)(layout, members, lost, costs, cluster)
+    shown.why = "; ".join([shown.why, *said])
+    return shown
+
+
+def _as_run(
+    layout: Layout, members: Sequence[int], lost: Sequence[int], costs: StepCosts, cluster: Cluster
+) -> Shown:
+    """What a run does, with the same functions: it begins, moves load, and goes on after losses."""
+    from dtrain.scheduler import Cluster
+    from dtrain.scheduler.balance import Balancer
+    from dtrain.scheduler.planner import first_plan
+    from dtrain.scheduler.predict import predict
+    from dtrain.scheduler.relayout import replan_or_relayout
+
+    plan = first_plan(layout, members, 1, cluster)
+    expected = before = predict(plan, costs, cluster)
+    pictures: dict[str, Spans] = {"predicted": expected.spans}
+    said = [plan.reason]
+    if cluster.slowness:
+        balancer = Balancer()
+        looks = balancer.policy.every * balancer.policy.looks
+        seen = {w: cluster.slow(w) for w in members}
+        moves = [balancer.observe(plan, seen, costs, cluster) for _ in range(looks)]
+        move = moves[-1]
+        said.append(f"then {move.reason}" if move else "too little to gain by moving load")
+        if move:
+            plan, expected = move.plan, predict(move.plan, costs, cluster)
+            pictures = {"begun": before.spans, f"after {looks} steps": expected.spans}
+            before = expected
+    if lost:
+        left = [w for w in members if w not in lost]
+        known = Cluster(domains=cluster.domains)
+        plan = replan_or_relayout(plan, left, 2, cluster=known)
+        expected = predict(plan, costs, cluster)
+        said += [plan.reason, _share(before, expected, members)]
+        pictures = {"before": before.spans, "after the loss": expected.spans}
+    if expected.over:
+        said.append(f"does not fit in the memory of workers {list(expected.over)}")
+    return Shown(plan, expected, "; ".join(said), pictures, {})
+
+
+def _share(before: Prediction, after: Prediction, members: Sequence[int]) -> str:
+    share = before.step_ticks / after.step_ticks
+    return f"{share:.1%} of the throughput with all {len(members)} workers"
+
+
+def _searched(
+    layout: Layout, members: Sequence[int], lost: Sequence[int], costs: StepCosts, cluster: Cluster
+) -> Shown:
+    """The best plan that a search finds for these very costs."""
+    from dtrain.scheduler.search import choose_plan, choose_replan
+
+    choice = choose_plan(layout, members, 1, costs, cluster)
+    said = ["searched, which no run does by itself"]
     pictures: dict[str, Spans] = {"predicted": choice.prediction.spans}
     if lost:
         before = choice.prediction
         left = [w for w in members if w not in lost]
-        choice = choose_replan(choice.plan, left, 2, "", costs_of(layout.cuts), cluster)
-        share = before.step_ticks / choice.prediction.step_ticks
-        said.append(f"{share:.1%} of the throughput with all {len(members)} workers")
+        choice = choose_replan(choice.plan, left, 2, "", costs, cluster)
+        said.append(_share(before, choice.prediction, members))
         pictures = {"before": before.spans, "after the loss": choice.prediction.spans}
     compared = {name: ticks / 1e6 for name, ticks in choice.compared.items()}
     why = "; ".join([choice.plan.reason.removeprefix("; "), *said])
@@ -303,7 +354,7 @@ def _print(shown: Shown) -> None:
         size = f"{found.memory_bytes[w] / 2**20:.1f}{mark}"
         table.add_row(str(w), f"{found.busy[w] / 1e6:.2f}", size)
     console.print(table)
-    bound = max(found.critical_path, *found.busy.values()) / 1e6
+    bound = found.lower_bound / 1e6
     console.print(
         f"predicted step {found.step_ticks / 1e6:.2f} ms: actions {found.makespan / 1e6:.2f} ms "
         f"(at least {bound:.2f}), {found.bubble:.0%} of the workers' time waiting",

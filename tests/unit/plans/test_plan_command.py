@@ -12,6 +12,8 @@ import pytest
 
 from dtrain import planview
 from dtrain.cli import main as cli
+from dtrain.scheduler import Layout, make_plan
+from dtrain.scheduler.relayout import replan_or_relayout
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -53,8 +55,47 @@ def test_json_is_complete_and_its_times_follow_each_other(
     for row in found["actions"].values():
         assert all(a["end_ms"] <= b["start_ms"] for a, b in itertools.pairwise(row))
     assert found["predicted_step_ms"] >= found["makespan_ms"] >= found["critical_path_ms"]
+
+
+def test_the_plan_is_the_one_that_a_run_makes(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = Layout((0, 1, 3), 6)
+    ours = make_plan(layout, range(3), 1)
+    found = as_json(capsys, str(config_file), "--workers", "3")
+    assert found["executors"] == [list(runs) for runs in ours.executors]
+    for w, row in found["actions"].items():
+        order = [(a["kind"], a["stage"], a["microbatch"]) for a in row]
+        assert order == [tuple(action) for action in ours.actions[int(w)]]
+    assert found["compared_ms"] == {}
+    lost = as_json(capsys, str(config_file), "--workers", "3", "--fail", "1")
+    after = replan_or_relayout(ours, [0, 2], 2)
+    assert lost["executors"] == [list(runs) for runs in after.executors]
+
+
+def test_a_searched_plan_is_compared_with_others_and_named_as_such(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = as_json(capsys, str(config_file), "--workers", "3", "--search")
+    assert "which no run does by itself" in found["reason"]
+    assert found["predicted_step_ms"] <= found["compared_ms"]["1f1b in arrival order"]
     assert min(found["compared_ms"].values()) == pytest.approx(found["predicted_step_ms"])
-    assert "1f1b in arrival order" in found["compared_ms"]
+    lost = as_json(capsys, str(config_file), "--workers", "3", "--search", "--fail", "1")
+    assert lost["workers"] == [0, 2]
+
+
+def test_workers_have_the_memory_that_the_option_says(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Six microbatches of some 100 kB each, and states of less.
+    wide = [str(config_file), "--workers", "2", "--set", "model.hidden=512"]
+    roomy = as_json(capsys, *wide)
+    assert roomy["over_memory"] == []
+    tight = as_json(capsys, *wide, "--memory-mib", "1")
+    assert tight["over_memory"] == [0, 1]
+    assert "does not fit in the memory of workers [0, 1]" in tight["reason"]
+    _, out, _ = run(capsys, *wide, "--memory-mib", "1")
+    assert out.count("(too much)") == 2
 
 
 def test_a_loss_a_slow_worker_and_nodes_change_the_plan(
@@ -77,7 +118,12 @@ def test_the_number_of_stages_is_chosen_within_memory(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free = as_json(capsys, str(config_file), "--workers", "2", "--stages", "auto")
-    assert "predicted fastest; 1: " in free["reason"]
+    assert "predicted fastest of a run's plans by number of stages" in free["reason"]
+    assert free["cuts"] == [0, 3]
+    wide = ["--stages", "auto", "--set", "model.hidden=1024", "--set", "parallel.redundancy=1"]
+    tight = as_json(capsys, str(config_file), "--workers", "3", *wide, "--memory-mib", "35")
+    assert len(tight["cuts"]) > 2
+    assert "(does not fit in memory)" in tight["reason"]
     assert as_json(capsys, str(config_file), "--stages", "3")["cuts"] == [0, 1, 2, 3]
 
 

@@ -7,8 +7,10 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from dtrain.scheduler import make_plan
 from dtrain.scheduler.costs import Cluster, StepCosts
 from dtrain.scheduler.cuts import LayerCosts, choose_stages, cut_stages, layer_costs
+from dtrain.scheduler.predict import predict
 
 
 def costs_for(ticks: list[int]) -> LayerCosts:
@@ -86,23 +88,46 @@ def test_stages_are_taken_where_a_worker_cannot_hold_all_layers() -> None:
     cluster = Cluster(memory_bytes=dict.fromkeys(range(4), 2500))
     found = choose_stages(even, 4, 8, range(4), 1, redundancy=1, cluster=cluster)
     assert found.stages in (2, 3, 4)
-    assert not found.choice.prediction.over
-    assert found.choices[1].prediction.over
+    assert not found.prediction.over
+    assert found.predictions[1].over
+    assert "predicted fastest of a run's plans" in found.reason
     assert "1: 24.00 ms (does not fit in memory)" in found.reason
 
 
-def test_activations_are_recomputed_only_where_memory_demands_it() -> None:
+def test_what_would_have_to_recompute_activations_does_not_fit() -> None:
     def costs(cuts: tuple[int, ...]) -> StepCosts:
         return even(cuts, kept=500)
 
-    roomy = choose_stages(costs, 4, 8, range(4), 1, most=1)
-    assert roomy.choice.recompute == (False,)
-    tight = Cluster(memory_bytes=dict.fromkeys(range(4), 4500))
-    found = choose_stages(costs, 4, 8, range(4), 1, most=1, cluster=tight)
-    assert found.choice.recompute == (True,)
-    assert not found.choice.prediction.over
-    assert "recompute activations" in found.choice.reason
-    assert found.choice.prediction.step_ticks > roomy.choice.prediction.step_ticks
+    assert choose_stages(costs, 4, 8, range(4), 1).stages == 1
+    # A worker with all four layers would keep 2000 bytes besides a state of 4000.
+    tight = Cluster(memory_bytes=dict.fromkeys(range(4), 5500))
+    found = choose_stages(costs, 4, 8, range(4), 1, redundancy=1, cluster=tight)
+    assert found.stages > 1
+    assert found.predictions[1].over
+    assert not found.prediction.over
+
+
+def test_where_nothing_fits_the_least_excess_is_taken() -> None:
+    hopeless = Cluster(memory_bytes=dict.fromkeys(range(4), 10))
+    found = choose_stages(even, 4, 8, range(4), 1, redundancy=1, cluster=hopeless)
+    assert found.stages == 4
+    assert "4 stages nearest to fitting in memory" in found.reason
+
+
+def test_the_plans_compared_are_those_that_a_run_makes() -> None:
+    # A search would give the long microbatches to workers of their own; a run deals in turn.
+    def costs(cuts: tuple[int, ...]) -> StepCosts:
+        rows = [
+            (10**6 * (b - a) * (9 if m % 2 else 1) for m in range(8)) for a, b in pairwise(cuts)
+        ]
+        table = tuple(tuple(row) for row in rows)
+        return StepCosts(table, table)
+
+    found = choose_stages(costs, 2, 8, range(2), 1)
+    for stages, plan in found.plans.items():
+        assert plan == make_plan(plan.layout, range(2), 1)
+        assert found.predictions[stages] == predict(plan, costs(plan.layout.cuts))
+    assert found.predictions[1].step_ticks == 4 * 9 * 4 * 10**6
 
 
 def test_layer_costs_of_a_step_cut_into_layers() -> None:
