@@ -130,6 +130,9 @@ class ParallelConfig(Section):
         None, ge=1, description="a worker's memory for states and activations; none: no limit"
     )
     threads_per_worker: int = Field(1, ge=1)
+    rebalance: bool = Field(
+        True, description="share the work out anew as its costs and workers' speeds are measured"
+    )
     record_actions: bool = Field(
         False, description="write the times of every step's actions to the run folder"
     )

@@ -12,6 +12,7 @@ from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
 from dtrain.scheduler import Cluster, Layout, StepCosts, even_cuts
+from dtrain.scheduler.balance import BalancePolicy
 from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape, step_costs
 from dtrain.scheduler.cuts import StageCount, choose_stages
 
@@ -95,6 +96,17 @@ def memory_cluster(config: Config, workers: Sequence[int]) -> Cluster:
     """Workers with the memory that the configuration allows them."""
     limit = config.parallel.memory_mib
     return Cluster(memory_bytes=dict.fromkeys(workers, limit << 20) if limit else {})
+
+
+def balance_policy(config: Config) -> BalancePolicy | None:
+    """How a run shares its work out anew as it goes; None where the configuration forbids it.
+
+    Under a limit of memory the schedule's own bound on microbatches in flight is kept.
+    """
+    if not config.parallel.rebalance:
+        return None
+    bounded = config.parallel.memory_mib is not None or config.memory.limit is not None
+    return BalancePolicy(search=not bounded)
 
 
 def model_shapes(config: Config, store: GraphStore) -> list[LayerShape]:

@@ -1,18 +1,58 @@
-"""Moving load as workers' speeds change: each few steps, with hysteresis."""
+"""Moving load as costs are measured and workers' speeds change: each few steps, with hysteresis.
+
+The vote of every step tells all members what each action took, so that all fit the same costs and
+speeds to them, and move the same load at the same step boundary. Only executors and their orders
+change: a stage's work goes to workers that hold it already, so nothing is transferred and nobody
+regroups. Nobody is left out for being slow; a worker keeps the share that it can finish in time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts
+from dtrain.scheduler.assignment import Assignment
+from dtrain.scheduler.costs import TICKS_PER_S, UNIFORM, Cluster, StepCosts
 from dtrain.scheduler.fit import median
-from dtrain.scheduler.plan import Plan
+from dtrain.scheduler.order import order_actions
+from dtrain.scheduler.plan import Plan, Table
 from dtrain.scheduler.predict import predict
 from dtrain.scheduler.search import choose_balance
 
 _GRAIN = 0.05
 _SLACK = 0.05
+_ROUNDS = 4
+
+Times = Sequence[Sequence[float]]
+"""``[stage][microbatch]``."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What the actions of one step took, and how much work they were.
+
+    ``forward``, ``backward``: seconds, 0 where a microbatch has no seeds. ``work``: of both
+    together, by the sizes of the blocks, in any unit that is the same for all workers: seconds on a
+    reference, say.
+    """
+
+    forward: Times
+    backward: Times
+    work: Times
+
+
+def times_on(plan: Plan, costs: StepCosts, cluster: Cluster) -> StepTimes:
+    """What the actions of a step would take on a cluster."""
+
+    def seconds(table: Table) -> Times:
+        return [
+            [ticks * cluster.slow(w) / TICKS_PER_S for ticks, w in zip(row, runs, strict=True)]
+            for row, runs in zip(table, plan.executors, strict=True)
+        ]
+
+    work = [[ticks / TICKS_PER_S for ticks in row] for row in costs.work()]
+    return StepTimes(seconds(costs.forward), seconds(costs.backward), work)
 
 
 @dataclass(frozen=True)
@@ -20,94 +60,177 @@ class BalancePolicy:
     """When load is moved.
 
     ``every``: steps between two looks. ``gain``: share of the step time that a move must save.
-    ``looks``: how many looks in a row must find so. ``deadband``: a slowness within so much of 1
-    counts as 1. ``most``: slowness that counts at most. ``may_hold``: load may go to workers that
-    do not hold the stage yet, which takes a transfer of its state and hence a new generation.
+    ``looks``: how many looks in a row must find so; for moves that save less than ``much``, twice
+    as many after each of them, up to ``most_looks``. ``deadband``: a slowness within so much of 1
+    counts as 1. ``most``: slowness that counts at most. ``search``: look for a better order too,
+    which may keep more microbatches in flight than the layout's schedule does.
     """
 
-    every: int = 2
+    every: int = 4
     gain: float = 0.08
     looks: int = 2
-    deadband: float = 0.15
+    much: float = 0.25
+    most_looks: int = 16
+    deadband: float = 0.25
     most: float = 20.0
-    may_hold: bool = False
+    search: bool = True
 
 
 @dataclass(frozen=True)
 class Move:
-    """A better plan for the same members. ``cluster``: with the slowness that it was made for."""
+    """A better plan for the same members, and the costs and slowness that it was made for.
+
+    ``gain``: the share of the step time that it is predicted to save.
+    """
 
     plan: Plan
-    cluster: Cluster
+    costs: StepCosts
+    slowness: Mapping[int, float]
+    gain: float
     reason: str
 
 
 @dataclass
 class Balancer:
-    """Watches how long workers take against what is predicted, and moves load when it pays.
+    """Watches how long the actions of a plan take, and moves load when that pays.
 
-    Every member must tell it the same: the ratios come out of the step's vote, which all see.
+    A pure function of what it is told: members that are told the same say the same.
     """
 
     policy: BalancePolicy = BalancePolicy()
-    _ratios: dict[int, list[float]] = field(default_factory=dict)
-    _seen: int = 0
+    _window: list[StepTimes] = field(default_factory=list)
     _streak: int = 0
+    _settled: bool = False
+    _patience: int = 1
 
-    def observe(
-        self,
-        plan: Plan,
-        ratios: Mapping[int, float],
-        costs: StepCosts,
-        cluster: Cluster = UNIFORM,
-    ) -> Move | None:
+    def observe(self, plan: Plan, times: StepTimes, cluster: Cluster = UNIFORM) -> Move | None:
         """Take in a step, and say what to change after it, if anything.
 
-        ``ratios[w]``: time that the actions of ``w`` took in the step over their predicted time on
-        a worker of slowness 1. ``costs``: of a step to come, or of this one. A worker that executed
-        nothing tells nothing, and is taken for as slow as it was when it last did.
+        ``cluster``: with the slowness that ``plan`` was made for. A worker that executed nothing
+        tells nothing, and is taken for as slow as it was when it last did.
         """
-        for w, ratio in ratios.items():
-            self._ratios.setdefault(w, []).append(ratio)
-        self._seen += 1
-        if self._seen % self.policy.every:
+        self._window.append(times)
+        if len(self._window) < self.policy.every:
             return None
-        slowness = self._slowness(plan, cluster)
-        for ratios_of in self._ratios.values():
-            ratios_of.clear()
-        wanted = replace(cluster, slowness=slowness)
-        # What the present plan takes at the present speeds, against work shared out evenly.
-        now = predict(plan, costs, wanted).step_ticks
-        even = sum(map(sum, costs.work())) / sum(1.0 / wanted.slow(w) for w in plan.workers)
-        # Who has recovered gets its load back even where the step gains nothing by it: what was
-        # moved away may matter at the next step's sizes.
-        recovered = any(f > 1.0 and w not in slowness for w, f in cluster.slowness.items())
-        most = (1.0 + _SLACK if recovered else 1.0 - self.policy.gain) * now
-        if even > most:
+        window, self._window = self._window, []
+        costs, speeds = fitted(plan, window)
+        slowness = self._slowness(plan, speeds, cluster)
+        if self._settled and not slowness and not cluster.slowness:
+            # The plan was compared with a better one for the costs as measured: nothing has changed
+            # since then.
             self._streak = 0
             return None
-        choice = choose_balance(plan, costs, wanted, may_hold=self.policy.may_hold)
-        better, then = choice.plan, choice.prediction.step_ticks
-        if then > most or better.executors == plan.executors:
-            self._streak = 0
+        move = self._better(plan, costs, replace(cluster, slowness=slowness), cluster)
+        if move is None:
+            self._streak, self._settled = 0, True
             return None
         self._streak += 1
-        if self._streak < self.policy.looks:
+        policy = self.policy
+        small = move.gain < policy.much
+        if self._streak < min(policy.looks * (self._patience if small else 1), policy.most_looks):
             return None
-        self._streak = 0
-        told = ", ".join(f"{w}: {f:.2f}" for w, f in sorted(slowness.items())) or "all alike"
-        reason = f"slowness {told}; predicted step {now / 1e6:.2f} -> {then / 1e6:.2f} ms"
-        return Move(replace(better, reason=reason), wanted, reason)
+        if small:
+            self._patience *= 2
+        self._streak, self._settled = 0, True
+        return move
 
-    def _slowness(self, plan: Plan, cluster: Cluster) -> dict[int, float]:
+    def _better(self, plan: Plan, costs: StepCosts, wanted: Cluster, known: Cluster) -> Move | None:
+        now = predict(plan, costs, wanted).step_ticks
+        # Who has recovered gets its load back even where the step gains nothing by it: what was
+        # moved away may matter at the next step's sizes.
+        recovered = any(f > 1.0 and w not in wanted.slowness for w, f in known.slowness.items())
+        most = (1.0 + _SLACK if recovered else 1.0 - self.policy.gain) * now
+        even = sum(map(sum, costs.work())) / sum(1.0 / wanted.slow(w) for w in plan.workers)
+        if even > most:
+            return None
+        if self.policy.search:
+            choice = choose_balance(plan, costs, wanted)
+            better, then = choice.plan, choice.prediction.step_ticks
+        else:
+            better = levelled(plan, costs, wanted)
+            then = predict(better, costs, wanted).step_ticks
+        same = better.executors == plan.executors
+        if then > most or (same and then > (1.0 - self.policy.gain) * now):
+            return None
+        told = [f"worker {w} takes {f:.2f} x the time" for w, f in sorted(wanted.slowness.items())]
+        said = ", ".join(told) or "all workers are alike"
+        reason = f"{said}; predicted step {now / 1e6:.2f} -> {then / 1e6:.2f} ms"
+        plan = replace(better, reason=reason)
+        return Move(plan, costs, wanted.slowness, 1.0 - then / now, reason)
+
+    def _slowness(
+        self, plan: Plan, speeds: Mapping[int, float], cluster: Cluster
+    ) -> dict[int, float]:
         """Slowness of the workers that differ from the ordinary, in steps of 5 %."""
-        found = {w: median(ratios) for w, ratios in self._ratios.items() if ratios}
-        # The model may be off for all alike, or the whole cluster slow: only differences count.
-        usual = median(list(found.values())) if found else 1.0
         out: dict[int, float] = {}
         for w in plan.workers:
-            value = found[w] / usual if w in found else cluster.slow(w)
-            value = min(value, self.policy.most)
+            value = min(speeds.get(w, cluster.slow(w)), self.policy.most)
             if abs(value - 1.0) > self.policy.deadband:
                 out[w] = max(_GRAIN, round(value / _GRAIN) * _GRAIN)
         return out
+
+
+def levelled(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Plan:
+    """The plan with its load shared out by the workers' speeds among each stage's holders.
+
+    Members, holders, generation and the schedule's bound on microbatches in flight stay.
+    """
+    work = Assignment(plan, plan.workers, costs, cluster)
+    work.level(may_hold=False)
+    executors = tuple(tuple(runs) for runs in work.executors)
+    actions = order_actions(plan.layout, plan.workers, executors, costs, cluster)
+    return replace(plan, executors=executors, actions=actions)
+
+
+def fitted(plan: Plan, window: Sequence[StepTimes]) -> tuple[StepCosts, dict[int, float]]:
+    """Costs on a worker of slowness 1, and each worker's slowness, from the steps of ``plan``.
+
+    The time of an action is taken as its work times a rate of its stage times the slowness of its
+    executor. Rates and slowness are fitted in the logarithm by median polish (Tukey, 1977), so that
+    passing hiccups have no say. Only differences between workers that share a stage, or are linked
+    by others that do, can be told: of those, the usual one counts as 1.
+    """
+    seen: dict[tuple[int, int], list[float]] = {}
+    shares: list[list[float]] = [[] for _ in plan.executors]
+    for times in window:
+        for s, runs in enumerate(plan.executors):
+            for m, w in enumerate(runs):
+                ahead, back, work = times.forward[s][m], times.backward[s][m], times.work[s][m]
+                if ahead > 0 and back > 0 and work > 0:
+                    seen.setdefault((w, s), []).append(math.log((ahead + back) / work))
+                    shares[s].append(ahead / (ahead + back))
+    rows = {pair: median(values) for pair, values in seen.items()}
+    slow = {w: 0.0 for w, _ in sorted(rows)}
+    rates = [0.0] * len(plan.executors)
+    for _ in range(_ROUNDS):
+        for s in range(len(rates)):
+            found = [value - slow[w] for (w, stage), value in sorted(rows.items()) if stage == s]
+            rates[s] = median(found) if found else 0.0
+        for w in slow:
+            slow[w] = median([v - rates[s] for (at, s), v in sorted(rows.items()) if at == w])
+    for group, stages in _linked(sorted(rows)):
+        usual = sorted(slow[w] for w in group)[(len(group) - 1) // 2]
+        for w in group:
+            slow[w] -= usual
+        for s in stages:
+            rates[s] += usual
+    forward, backward = [], []
+    for s, runs in enumerate(plan.executors):
+        share = median(shares[s]) if shares[s] else 0.5
+        mean = [sum(t.work[s][m] for t in window) / len(window) for m in range(len(runs))]
+        ticks = [TICKS_PER_S * math.exp(rates[s]) * work for work in mean]
+        forward.append(tuple(max(1, round(share * t)) for t in ticks))
+        backward.append(tuple(max(1, round((1 - share) * t)) for t in ticks))
+    costs = StepCosts(tuple(forward), tuple(backward))
+    return costs, {w: math.exp(value) for w, value in slow.items()}
+
+
+def _linked(pairs: Sequence[tuple[int, int]]) -> list[tuple[set[int], set[int]]]:
+    """Workers and stages that (worker, stage) pairs link, group by group."""
+    groups: list[tuple[set[int], set[int]]] = []
+    for worker, stage in pairs:
+        met = [g for g in groups if worker in g[0] or stage in g[1]]
+        groups = [g for g in groups if g not in met]
+        workers, stages = {worker}.union(*(g[0] for g in met)), {stage}.union(*(g[1] for g in met))
+        groups.append((workers, stages))
+    return groups

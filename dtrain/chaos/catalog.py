@@ -191,9 +191,9 @@ def _soft() -> Iterator[Scenario]:
     for factor in (2, 5):
         yield Scenario(
             f"slow-{factor}x",
-            f"a worker is {factor} times slower from some step on: no eviction",
+            f"a worker is {factor} times slower from some step on: no eviction, less load",
             _one(kind="slow", worker=1, step=5, factor=float(factor)),
-            expect=Expectation(replayed=0, evicted=False),
+            expect=Expectation(replayed=0, evicted=False, says="worker 1 takes"),
         )
     yield Scenario(
         "slow-first-step",

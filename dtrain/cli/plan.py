@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dtrain.config import Config
     from dtrain.planview import Spans
     from dtrain.scheduler import Cluster, Layout, Plan, StepCosts
+    from dtrain.scheduler.balance import BalancePolicy
     from dtrain.scheduler.costmodel import CostModel
     from dtrain.scheduler.predict import Prediction
 
@@ -186,6 +187,7 @@ def _planned(
     from dtrain.data.store import GraphStore
     from dtrain.planning import (
         auto_stages,
+        balance_policy,
         batch_source,
         block_sizes,
         config_cuts,
@@ -211,40 +213,48 @@ def _planned(
     else:
         layout = layout_of(config, config_cuts(config))
     costs = costs_of_sizes(config, model, device, shapes, layout.cuts, sizes)
-    shown = (_searched if search else _as_run)(layout, members, lost, costs, cluster)
+    if search:
+        shown = _searched(layout, members, lost, costs, cluster)
+    else:
+        shown = _as_run(layout, members, lost, costs, cluster, balance_policy(config))
     shown.why = "; ".join([shown.why, *said])
     return shown
 
 
 def _as_run(
-    layout: Layout, members: Sequence[int], lost: Sequence[int], costs: StepCosts, cluster: Cluster
+    layout: Layout,
+    members: Sequence[int],
+    lost: Sequence[int],
+    costs: StepCosts,
+    cluster: Cluster,
+    policy: BalancePolicy | None,
 ) -> Shown:
     """What a run does, with the same functions: it begins, moves load, and goes on after losses."""
     from dtrain.scheduler import Cluster
-    from dtrain.scheduler.balance import Balancer
+    from dtrain.scheduler.balance import Balancer, times_on
     from dtrain.scheduler.planner import first_plan
     from dtrain.scheduler.predict import predict
     from dtrain.scheduler.relayout import replan_or_relayout
 
-    plan = first_plan(layout, members, 1, cluster)
+    known, measured = Cluster(domains=cluster.domains), None
+    plan = first_plan(layout, members, 1, known)
     expected = before = predict(plan, costs, cluster)
     pictures: dict[str, Spans] = {"predicted": expected.spans}
     said = [plan.reason]
-    if cluster.slowness:
-        balancer = Balancer()
-        looks = balancer.policy.every * balancer.policy.looks
-        seen = {w: cluster.slow(w) for w in members}
-        moves = [balancer.observe(plan, seen, costs, cluster) for _ in range(looks)]
-        move = moves[-1]
-        said.append(f"then {move.reason}" if move else "too little to gain by moving load")
-        if move:
+    if policy is not None and len(members) > 1:
+        balancer, looks = Balancer(policy), policy.every * policy.looks
+        moves = [
+            balancer.observe(plan, times_on(plan, costs, cluster), known) for _ in range(looks)
+        ]
+        if (move := moves[-1]) is not None:
+            said.append(f"after {looks} steps {move.reason}")
             plan, expected = move.plan, predict(move.plan, costs, cluster)
+            known, measured = replace(known, slowness=move.slowness), move.costs
             pictures = {"begun": before.spans, f"after {looks} steps": expected.spans}
             before = expected
     if lost:
         left = [w for w in members if w not in lost]
-        known = Cluster(domains=cluster.domains)
-        plan = replan_or_relayout(plan, left, 2, cluster=known)
+        plan = replan_or_relayout(plan, left, 2, "", measured, known)
         expected = predict(plan, costs, cluster)
         said += [plan.reason, _share(before, expected, members)]
         pictures = {"before": before.spans, "after the loss": expected.spans}

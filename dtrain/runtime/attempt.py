@@ -47,8 +47,9 @@ class Attempt:
     ``number``: 0, and more for further computations of the step. ``digested``: the microbatches of
     which to take digests. Afterwards ``grads[stage][m]`` are the microbatches' gradients (as
     :class:`StageCompute` has them), ``losses[m]`` their losses on the last stage's executors,
-    ``sums[action]`` a tensor each that is not finite where the action's rows are not, and
-    ``digests[action]`` those of the rows of digested ones.
+    ``sums[action]`` a tensor each that is not finite where the action's rows are not,
+    ``digests[action]`` those of the rows of digested ones, ``seconds[action]`` what it took, and
+    ``work[stage, m]`` what forward and backward would take on a reference.
     """
 
     plan: Plan
@@ -63,6 +64,8 @@ class Attempt:
     losses: dict[int, float] = field(default_factory=dict)
     sums: dict[Action, list[Tensor]] = field(default_factory=dict)
     digests: dict[Action, bytes] = field(default_factory=dict)
+    seconds: dict[Action, float] = field(default_factory=dict)
+    work: dict[tuple[int, int], float] = field(default_factory=dict)
     _inputs: dict[int, MicrobatchInputs] = field(default_factory=dict)
     _uses_left: dict[int, int] = field(default_factory=dict)
     _handoff: dict[Key, Rows] = field(default_factory=dict)
@@ -148,11 +151,13 @@ class Attempt:
         self._note(action, out)
 
     def _record(self, action: Action, began: float, cpu: float) -> None:
-        if self.number == 0:
-            times = self.computes[action.stage].layer_seconds
-            blocks = self._inputs[action.microbatch].blocks
-            spent = time.thread_time() - cpu
-            self.links.recorder.action(action, began, spent, blocks, times)
+        if self.number:
+            return
+        self.seconds[action] = time.perf_counter() - began
+        compute, inputs = self.computes[action.stage], self._inputs[action.microbatch]
+        self.work[action.stage, action.microbatch] = compute.work(inputs)
+        spent = time.thread_time() - cpu
+        self.links.recorder.action(action, began, spent, inputs.blocks, compute.layer_seconds)
 
     def _key(self, kind: int, stage: int, microbatch: int) -> Key:
         return Key(kind + _ROUND * self.number, self.step, stage, microbatch)

@@ -21,6 +21,7 @@ from dtrain.kernels.rng import derive_key
 from dtrain.models.layer import LayerContext, State
 from dtrain.runtime.engine import StageEngine
 from dtrain.runtime.inputs import MicrobatchInputs
+from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape
 
 _LAYER_TAG = 0x4C41594552
 
@@ -47,12 +48,23 @@ class StageCompute:
 
     ``grads[m][i]`` is the gradient of ``engine.parameters[i]`` from microbatch ``m``; ``losses[m]``
     its share of the step's mean loss (last stage only). Both are emptied by :meth:`reset`.
-    ``layer_seconds``: (layer, seconds) of the newest action.
+    ``layer_seconds``: (layer, seconds) of the newest action. ``shapes``: of all the model's layers.
     """
 
-    def __init__(self, engine: StageEngine, layers: range, seed: int, *, is_last: bool) -> None:
+    def __init__(
+        self,
+        engine: StageEngine,
+        layers: range,
+        shapes: Sequence[LayerShape],
+        seed: int,
+        *,
+        is_last: bool,
+    ) -> None:
         self._engine = engine
         self._layers = layers
+        self._shapes = shapes
+        # Never taught: what it says is the same on every worker.
+        self._reference = CostModel()
         self._seed = seed
         self._is_last = is_last
         self._index = {id(p): i for i, p in enumerate(engine.parameters)}
@@ -65,6 +77,16 @@ class StageCompute:
     def device(self) -> torch.device:
         """Where the stage computes."""
         return self._engine.device
+
+    def work(self, inputs: MicrobatchInputs) -> float:
+        """Seconds that forward and backward would take on a reference, by the blocks' sizes."""
+        total = 0.0
+        for index in self._layers:
+            block, shape = inputs.blocks[index], self._shapes[index]
+            size = BlockSize(block.nnz, block.num_src, block.num_dst)
+            for direction in ("forward", "backward"):
+                total += self._reference.seconds(self.device.type, direction, shape, size)
+        return total
 
     def reset(self) -> None:
         """Forget the step: activations, gradients and losses."""

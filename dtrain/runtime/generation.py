@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtrain.checkpoint import CheckpointInfo
@@ -29,9 +29,11 @@ from dtrain.runtime.state import Checkpoints, Progress, StageState, pack_json, u
 from dtrain.runtime.store_log import StoreLog
 from dtrain.runtime.transaction import StepTransaction
 from dtrain.runtime.transport import KIND_NOTE, KIND_STATE, Key, Transport
-from dtrain.scheduler import Plan, make_plan
-from dtrain.scheduler.costs import Cluster
+from dtrain.scheduler import Plan
+from dtrain.scheduler.balance import Move
+from dtrain.scheduler.costs import Cluster, StepCosts
 from dtrain.scheduler.membership import Announcement, Peer
+from dtrain.scheduler.planner import first_plan
 from dtrain.scheduler.recovery import Settlement, kept, settle, transfers
 from dtrain.scheduler.relayout import replan_or_relayout
 
@@ -42,11 +44,14 @@ class Holdings:
 
     ``engines`` and ``transaction`` are those of the newest generation that was formed; ``best`` its
     stages' weights at the best evaluation; ``partitions``: with stage 0, the state of the graph's
-    partitions; ``snapshots``: (step, stage) -> state.
+    partitions; ``snapshots``: (step, stage) -> state. ``costs`` and ``slowness``: what ``plan`` was
+    made for, where it was measured.
     """
 
     progress: Progress = field(default_factory=Progress)
     plan: Plan | None = None
+    costs: StepCosts | None = None
+    slowness: dict[int, float] = field(default_factory=dict)
     engines: dict[int, StageEngine] = field(default_factory=dict)
     transaction: StepTransaction | None = None
     best: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -88,6 +93,17 @@ class Holdings:
             snapshots=tuple(sorted(self.snapshots)),
             leaving=leaving,
         )
+
+    def work(self) -> dict[str, Any] | None:
+        """The newest plan and what it was made for, as JSON; None before the first one."""
+        if self.plan is None:
+            return None
+        costs = self.costs
+        return {
+            "plan": self.plan.as_json(),
+            "slowness": sorted(self.slowness.items()),
+            "costs": None if costs is None else [costs.forward, costs.backward],
+        }
 
     def vote(self) -> tuple[float, float] | None:
         """(loss, norm) of the newest step whose full vote was seen here, unless one is pending
@@ -195,28 +211,25 @@ class Generation:
     def _plan(self) -> Plan:
         """The plan that every member computes alike from what the log says."""
         job = self.around.job
-        cluster = Cluster(domains=self.domains)
+        self.cluster, self.costs = Cluster(domains=self.domains), None
         veterans = [a for a in self.members if a.since > 0]
         reason = self._agreement.proposal.reason
         if veterans:
             newest = max(veterans, key=lambda a: (a.since, -a.peer.worker))
-            old = self._agreement.details[newest.peer].plan
+            old = self._agreement.details[newest.peer].work
             if old is not None:
-                former = Plan(
-                    self.number,
-                    job.layout,
-                    tuple(old["workers"]),
-                    tuple(tuple(h) for h in old["holders"]),
-                    tuple(tuple(e) for e in old["executors"]),
-                    {},
-                    "",
-                )
+                former = Plan.from_json(old["plan"], job.layout, self.number)
                 stayed = {a.peer.worker for a in veterans}
                 self._departed = sorted(set(former.workers) - stayed)
+                slowness = {w: factor for w, factor in old["slowness"] if w in stayed}
+                if old["costs"] is not None:
+                    forward, backward = (tuple(map(tuple, table)) for table in old["costs"])
+                    self.costs = StepCosts(forward, backward)
+                self.cluster = Cluster(domains=self.domains, slowness=slowness)
                 return replan_or_relayout(
-                    former, list(self.peers), self.number, reason, cluster=cluster
+                    former, list(self.peers), self.number, reason, self.costs, self.cluster
                 )
-        return make_plan(job.layout, list(self.peers), self.number, cluster=cluster)
+        return first_plan(job.layout, list(self.peers), self.number, self.cluster)
 
     def _apply_voted(self, settlement: Settlement) -> None:
         """Apply the step that somebody saw the full vote of, if this worker has not."""
@@ -348,7 +361,7 @@ class Generation:
             if state is not None:
                 engines[stage].load_optimizer(state.tensors)
                 engines[stage].load_schedule(progress.schedule)
-        links = Links(
+        self._links = Links(
             self.comm,
             self.around.transport,
             self.peers,
@@ -356,26 +369,41 @@ class Generation:
             self.around.injector,
             self.around.recorder,
         )
-        computes = {
+        self._computes = {
             s: StageCompute(
                 engine,
                 job.layout.layers_of(s),
+                job.shapes,
                 job.config.seed,
                 is_last=s == self.plan.num_stages - 1,
             )
             for s, engine in engines.items()
         }
         holdings = self.holdings
+        holdings.partitions = None
+        if 0 in states:
+            first = states[0]
+            tensors = first.tensors if first is not None else {}
+            holdings.partitions = Partitions(job, progress.step, tensors)
+        holdings.engines, holdings.best = engines, best
+        holdings.progress = progress
+        self._work_by(self.plan)
+
+    def _work_by(self, plan: Plan) -> None:
+        """Run steps by ``plan`` from now on."""
+        job, me, holdings = self.around.job, self.around.me.worker, self.holdings
+        self.plan = holdings.plan = plan
+        holdings.costs, holdings.slowness = self.costs, dict(self.cluster.slowness)
         holdings.transaction = StepTransaction(
-            self.plan,
+            plan,
             me,
-            links,
-            engines,
-            computes,
+            self._links,
+            holdings.engines,
+            self._computes,
             job.source,
             job.parameter_stage(),
             Auditor(
-                self.plan,
+                plan,
                 me,
                 job.config.seed,
                 job.config.robust.recompute_check,
@@ -384,21 +412,22 @@ class Generation:
             ),
             skip_bad=job.config.robust.on_bad_gradient == "skip",
         )
-        holdings.partitions = None
-        if 0 in states:
-            first = states[0]
-            tensors = first.tensors if first is not None else {}
-            holdings.partitions = Partitions(job, progress.step, tensors)
-        holdings.engines, holdings.best = engines, best
-        holdings.progress, holdings.plan = progress, self.plan
+
+    def rebalance(self, move: Move) -> None:
+        """Go on by another plan of the same members and holders; all do so at the same step."""
+        self.costs = move.costs
+        self.cluster = replace(self.cluster, slowness=move.slowness)
+        self._work_by(move.plan)
 
     def _fetcher(self, plan: Plan) -> InputFetcher:
         job = self.around.job
         return InputFetcher(job.source, job.store, plan, self.around.me.worker, job.device)
 
-    def prefetcher(self) -> Prefetcher:
-        """Inputs of all steps from the current one on."""
+    def prefetcher(self, former: Prefetcher | None = None) -> Prefetcher:
+        """Inputs of all steps from the current one on; ``former``: an ended one, to be followed."""
         job, fetcher = self.around.job, self._fetcher(self.plan)
+        if former is not None:
+            fetcher.take_over(former.fetcher)
         steps = range(self.holdings.progress.step, job.total_steps)
         return Prefetcher(
             fetcher, job.source, steps, len(fetcher.order) + 1, self.fault, self._timeout_s

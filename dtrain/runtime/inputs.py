@@ -53,6 +53,12 @@ class InputFetcher:
         self.order = list(dict.fromkeys(a.microbatch for a in plan.actions[worker]))
         self._static: dict[int, MicrobatchInputs] = {}
 
+    def take_over(self, former: InputFetcher) -> None:
+        """Keep what ``former`` has made of static batches and this one would make alike."""
+        for microbatch, inputs in former._static.items():
+            if self._stages.get(microbatch) == former._stages[microbatch]:
+                self._static[microbatch] = inputs
+
     def fetch(self, step: int, microbatch: int) -> MicrobatchInputs:
         """Sample the blocks and gather features and labels; kept where the batches are static."""
         if microbatch in self._static:
@@ -95,7 +101,7 @@ class Prefetcher:
         fault: FaultFlag,
         timeout_s: float,
     ) -> None:
-        self._fetcher = fetcher
+        self.fetcher = fetcher
         self._source = source
         self._steps = steps
         self._fault = fault
@@ -135,7 +141,7 @@ class Prefetcher:
 
     def _keys(self) -> Iterator[tuple[int, int]]:
         for step in self._steps:
-            for microbatch in self._fetcher.order:
+            for microbatch in self.fetcher.order:
                 if len(self._source.seeds(step, microbatch)):
                     yield step, microbatch
 
@@ -145,7 +151,7 @@ class Prefetcher:
                 self._room.acquire()
                 if self._stopping:
                     return
-                self._ready[step, microbatch] = self._fetcher.fetch(step, microbatch)
+                self._ready[step, microbatch] = self.fetcher.fetch(step, microbatch)
                 self._fault.notify()
         except Exception as error:
             # Handed to the thread that waits for these inputs.

@@ -17,7 +17,6 @@ from dtrain.errors import EvictedError, StoreLostError
 from dtrain.runtime.fault import FaultFlag
 from dtrain.runtime.store_log import Entry, StoreLog
 from dtrain.runtime.transport import Address, Loss, Transport
-from dtrain.scheduler import Plan
 from dtrain.scheduler import membership as core
 from dtrain.scheduler.membership import Announcement, Membership, MembershipPolicy, Peer, Proposal
 
@@ -30,14 +29,14 @@ class Detail:
     """What a member's announcement carries besides what the machine decides on.
 
     ``domains``: failure domains from the largest to the node. ``host``: where it receives.
-    ``vote``: (loss, gradient norm) of the newest step whose full vote it saw. ``plan``: workers,
-    holders and executors of the newest plan that it worked under.
+    ``vote``: (loss, gradient norm) of the newest step whose full vote it saw. ``work``: the newest
+    plan that it worked under and what was known of costs then, as ``Holdings.work`` has it.
     """
 
     domains: tuple[str, ...]
     host: str
     vote: tuple[float, float] | None
-    plan: dict[str, Any] | None
+    work: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Roster:
         self._condition = threading.Condition()
         self._fault: FaultFlag | None = None
         self._vote: tuple[float, float] | None = None
-        self._plan: dict[str, Any] | None = None
+        self._work: dict[str, Any] | None = None
         self._addresses: dict[Peer, Address] = {}
         self._details: dict[Peer, Detail] = {}
         self._entered: Proposal | None = None
@@ -110,7 +109,7 @@ class Roster:
         announcement: Announcement,
         reason: str,
         vote: tuple[float, float] | None,
-        plan: Plan | None,
+        work: dict[str, Any] | None,
     ) -> Agreement:
         """Stand at a step boundary as ``announcement`` says, and wait for the next generation.
 
@@ -124,13 +123,7 @@ class Roster:
             self._entered = None
             self._fault = None
             self._vote = vote
-            self._plan = None
-            if plan is not None:
-                self._plan = {
-                    "workers": plan.workers,
-                    "holders": plan.holders,
-                    "executors": plan.executors,
-                }
+            self._work = work
             self._queue.put(core.Regroup(announcement, reason))
             self._wake.set()
             while self._entered is None:
@@ -244,7 +237,7 @@ class Roster:
                 tuple(entry["domains"]),
                 entry["address"]["host"],
                 tuple(vote) if vote else None,
-                entry["plan"],
+                entry["work"],
             )
             return [core.Announced(announcement)]
         if kind == "proposed":
@@ -265,7 +258,7 @@ class Roster:
                         "address": asdict(self._transport.address),
                         "domains": self._domains,
                         "vote": self._vote,
-                        "plan": self._plan,
+                        "work": self._work,
                     }
                 )
             case core.Propose(proposal):

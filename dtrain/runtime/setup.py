@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from dtrain.data.budget import microbatches_within
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
-from dtrain.planning import job_layout
+from dtrain.planning import job_layout, layer_shape
 from dtrain.scheduler import Layout
+from dtrain.scheduler.costmodel import LayerShape
 
 
 @dataclass
@@ -43,6 +45,11 @@ class Job:
         """The model's layers anew, with their initial weights."""
         meta, config = self.store.meta, self.config
         return build_layers(config.model, meta.num_features, meta.num_classes, config.seed)
+
+    @cached_property
+    def shapes(self) -> list[LayerShape]:
+        """The shape of each of the model's layers."""
+        return [layer_shape(layer) for layer in self.layers]
 
     def parameter_names(self, layer_range: range | None = None) -> list[str]:
         """Trainable parameters as ``layers.{i}.{name}``, in the model's order."""

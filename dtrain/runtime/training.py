@@ -16,6 +16,7 @@ from dtrain.checkpoint import CheckpointError, PendingSave, weights_sha256
 from dtrain.config import identity_digest
 from dtrain.errors import CannotGoOnError, LeftError, PeerLostError, ShutdownError
 from dtrain.evaluate import evaluate
+from dtrain.planning import balance_policy
 from dtrain.runfolder import RunFolder, RunRecord, versions
 from dtrain.runtime.comm import MAX
 from dtrain.runtime.exact_sum import NonFiniteGradientError
@@ -25,8 +26,9 @@ from dtrain.runtime.reporting import ProgressReport
 from dtrain.runtime.snapshots import Snapshots
 from dtrain.runtime.spec import TrainerSpec
 from dtrain.runtime.state import Best, StageState
-from dtrain.runtime.transaction import Outcome, StepTransaction, Wishes
+from dtrain.runtime.transaction import Outcome, Wishes
 from dtrain.runtime.transport import KIND_WEIGHTS, Key
+from dtrain.scheduler.balance import Balancer
 
 _RECOVERIES = 20
 
@@ -57,6 +59,8 @@ class Training:
         self._snapshots: Snapshots | None = None
         self._prefetcher: Prefetcher | None = None
         self._pending: PendingSave | None = None
+        policy = balance_policy(self._job.config)
+        self._balancer = Balancer(policy) if policy is not None else None
 
     def run(self) -> tuple[bool, str]:
         """Train; (True, reason) when the run is done, (False, reason) to regroup.
@@ -72,19 +76,18 @@ class Training:
         self._end_if_too_few()
         self._due()
         self._prefetcher = generation.prefetcher()
-        transaction = holdings.transaction
-        assert transaction is not None
         try:
             while holdings.progress.step < job.total_steps:
                 step = holdings.progress.step
                 wishes = Wishes(self._around.roster.newcomers, self._leaving.is_set())
-                outcome = self._step(transaction, step, wishes)
+                outcome = self._step(step, wishes)
                 self._committed(outcome)
                 if outcome.leaving:
                     return self._leave(outcome, wishes)
                 if outcome.regroup:
                     self._snapshot(force=True)
                     return self._part("somebody waits to be let in")
+                self._rebalance(outcome)
         finally:
             self.stop()
         self._finish()
@@ -105,8 +108,33 @@ class Training:
             f"saved at step {step}: the same command resumes there"
         )
 
-    def _step(self, transaction: StepTransaction, step: int, wishes: Wishes) -> Outcome:
+    def _rebalance(self, outcome: Outcome) -> None:
+        """Share the work out anew where the times of the last steps say that it pays."""
+        generation, prefetcher = self._generation, self._prefetcher
+        if self._balancer is None or outcome.skipped or len(generation.peers) == 1:
+            return
+        move = self._balancer.observe(generation.plan, outcome.times, generation.cluster)
+        if move is None:
+            return
+        assert prefetcher is not None
+        prefetcher.close()
+        generation.rebalance(move)
+        self._prefetcher = generation.prefetcher(prefetcher)
+        if generation.leads:
+            step = self._holdings.progress.step
+            self._event(
+                "load_moved",
+                move.reason,
+                step=step,
+                generation=generation.number,
+                executors=[list(e) for e in move.plan.executors],
+                slowness={str(w): round(f, 3) for w, f in move.slowness.items()},
+            )
+
+    def _step(self, step: int, wishes: Wishes) -> Outcome:
+        transaction = self._holdings.transaction
         assert self._prefetcher is not None
+        assert transaction is not None
         try:
             return transaction.run(step, self._prefetcher, wishes)
         except NonFiniteGradientError as error:

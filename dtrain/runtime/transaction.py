@@ -24,7 +24,8 @@ from dtrain.runtime.compute import StageCompute
 from dtrain.runtime.engine import StageEngine
 from dtrain.runtime.exact_sum import NonFiniteGradientError, exact_sum
 from dtrain.runtime.inputs import Prefetcher
-from dtrain.scheduler import Plan
+from dtrain.scheduler import Action, Plan
+from dtrain.scheduler.balance import StepTimes
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Outcome:
 
     ``loss``: mean over the step's seeds; ``norm``: L2 norm of the exact gradient over all stages;
     ``regroup``: somebody waits to be let in; ``leaving``: how many workers ask to leave;
-    ``skipped``: the gradient was not finite, and the weights stay as they were.
+    ``skipped``: the gradient was not finite, and the weights stay as they were. ``times``: what
+    every action took on its executor.
     """
 
     step: int
@@ -51,7 +53,8 @@ class Outcome:
     regroup: bool
     leaving: int
     step_time_s: float
-    skipped: bool = False
+    skipped: bool
+    times: StepTimes
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class _Ballot:
     bad: bool
     regroup: bool
     leaving: int
+    times: StepTimes
 
 
 @dataclass
@@ -140,7 +144,7 @@ class StepTransaction:
         at = recorder.phase("sum", at)
         self._phase("vote", step, waiting=True)
         reach("vote", step)
-        ballot = self._vote(grads, attempt.losses, wishes, bad=bad)
+        ballot = self._vote(grads, attempt, wishes, bad=bad)
         if ballot.bad:
             self.pending = None
             self._bad_gradient(attempt)
@@ -155,7 +159,15 @@ class StepTransaction:
             recorder.commit()
         seeds, took = self._source.step_seeds(step), time.perf_counter() - began
         return Outcome(
-            step, ballot.loss, ballot.norm, seeds, ballot.regroup, ballot.leaving, took, ballot.bad
+            step,
+            ballot.loss,
+            ballot.norm,
+            seeds,
+            ballot.regroup,
+            ballot.leaving,
+            took,
+            ballot.bad,
+            ballot.times,
         )
 
     def _bad_gradient(self, attempt: Attempt) -> None:
@@ -197,18 +209,20 @@ class StepTransaction:
     def _vote(
         self,
         grads: Mapping[int, Sequence[Tensor]],
-        losses: Mapping[int, float],
+        attempt: Attempt,
         wishes: Wishes,
         *,
         bad: bool,
     ) -> _Ballot:
-        """Learn every microbatch's loss, every tensor's squared norm, and all wishes.
+        """Learn every microbatch's loss, every tensor's squared norm, all wishes and all times.
 
         Each entry comes from one worker and zeros from the others, so the sum is exact.
         """
-        microbatches = self._plan.layout.microbatches
-        ballot = torch.zeros(microbatches + len(self._position) + 3, dtype=torch.float64)
-        for microbatch, loss in losses.items():
+        microbatches, stages = self._plan.layout.microbatches, self._plan.num_stages
+        head = microbatches + len(self._position) + 3
+        whole = torch.zeros(head + 3 * stages * microbatches, dtype=torch.float64)
+        ballot, times = whole[:head], whole[head:].view(3, stages, microbatches)
+        for microbatch, loss in attempt.losses.items():
             ballot[microbatch] = loss
         for stage, tensors in grads.items():
             if self._plan.holders[stage][0] == self._worker:
@@ -218,9 +232,16 @@ class StepTransaction:
         ballot[-3] = float(bad)
         ballot[-2] = float(wishes.regroup)
         ballot[-1] = float(wishes.leave)
-        values = self._comm.all_reduce(ballot).tolist()
+        for (stage, microbatch), work in attempt.work.items():
+            ahead = attempt.seconds[Action("F", stage, microbatch)]
+            back = attempt.seconds[Action("B", stage, microbatch)]
+            told = torch.tensor([ahead, back, work], dtype=torch.float64)
+            times[:, stage, microbatch] = told
+        whole.copy_(self._comm.all_reduce(whole))
+        values = ballot.tolist()
         loss = math.fsum(values[:microbatches])
         norm = math.sqrt(math.fsum(values[microbatches:-3]))
         if values[-3] > 0:
             norm = math.nan
-        return _Ballot(loss, norm, values[-3] > 0, values[-2] > 0, round(values[-1]))
+        took = StepTimes(*times.tolist())
+        return _Ballot(loss, norm, values[-3] > 0, values[-2] > 0, round(values[-1]), took)

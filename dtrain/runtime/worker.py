@@ -174,7 +174,7 @@ class _Life:
         around, holdings = self._around, self._holdings
         announcement = holdings.announcement(around.me, sharded=self._sharded)
         around.heartbeat.phase("agreeing", holdings.progress.step, waiting=True)
-        agreement = around.roster.agree(announcement, reason, holdings.vote(), holdings.plan)
+        agreement = around.roster.agree(announcement, reason, holdings.vote(), holdings.work())
         generation = Generation(around, holdings, agreement)
         training = Training(
             self._spec, generation, self._folder, self._report, self._leaving, self._sharded

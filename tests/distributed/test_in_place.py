@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import time
 from typing import Any
 
@@ -293,3 +294,26 @@ def test_a_spare_takes_the_place_of_a_lost_worker(
     assert_same(trainers, job, wanted)
     # In one recovery, without an interlude of two.
     assert [e["workers"] for e in job.events("generation_started")] == [[0, 1, 2], [0, 2, 3]]
+
+
+@pytest.mark.timeout(200)
+def test_a_slow_worker_keeps_the_share_that_it_can_finish(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    slow = [{"kind": "slow", "worker": 1, "step": 10, "factor": 15.0}]
+    job = trainers.start({**raw, "faults": slow}, 4, "run")
+    assert job.join() == [0] * 4
+    record = assert_same(trainers, job, wanted)
+    assert (record["workers"], record["generations"]) == (4, 1)
+    first = job.events("generation_started")[0]["executors"]
+    moved = next(e for e in job.events("load_moved") if e["slowness"].get("1", 1.0) > 5.0)
+    shares = [sum(runs.count(1) for runs in table) for table in (first, moved["executors"])]
+    assert shares[1] < shares[0]
+    times = {
+        m["step"]: m["step_time_s"]
+        for m in read_lines(job.run_dir / "metrics.jsonl")
+        if "step_time_s" in m
+    }
+    before = [times[s] for s in range(11, moved["step"])]
+    after = [times[s] for s in range(moved["step"] + 1, 61)]
+    assert statistics.median(after) < 0.8 * statistics.median(before)

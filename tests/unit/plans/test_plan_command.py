@@ -62,15 +62,19 @@ def test_the_plan_is_the_one_that_a_run_makes(
 ) -> None:
     layout = Layout((0, 1, 3), 6)
     ours = make_plan(layout, range(3), 1)
-    found = as_json(capsys, str(config_file), "--workers", "3")
+    fixed = [str(config_file), "--workers", "3", "--set", "parallel.rebalance=false"]
+    found = as_json(capsys, *fixed)
     assert found["executors"] == [list(runs) for runs in ours.executors]
     for w, row in found["actions"].items():
         order = [(a["kind"], a["stage"], a["microbatch"]) for a in row]
         assert order == [tuple(action) for action in ours.actions[int(w)]]
     assert found["compared_ms"] == {}
-    lost = as_json(capsys, str(config_file), "--workers", "3", "--fail", "1")
+    lost = as_json(capsys, *fixed, "--fail", "1")
     after = replan_or_relayout(ours, [0, 2], 2)
     assert lost["executors"] == [list(runs) for runs in after.executors]
+    moved = as_json(capsys, str(config_file), "--workers", "3")
+    assert "after 8 steps all workers are alike" in moved["reason"]
+    assert moved["predicted_step_ms"] < found["predicted_step_ms"]
 
 
 def test_a_searched_plan_is_compared_with_others_and_named_as_such(
