@@ -3,7 +3,8 @@
 Every ``robust.snapshot_every`` steps each holder keeps a copy of its stages' state in host memory,
 and the first holder of each stage sends one to a worker that does not hold the stage, on another
 node than the holders where there is one. With sharded optimizer state (ZeRO) the copy is the whole
-state, gathered from the holders while the next step runs.
+state, gathered from the holders: at once where it is small, so that the loss of a holder costs no
+step but its own, else while the next step runs, of which the loss then costs one step more.
 
 A copy is incremental: a tensor with the same bits as in the copy before (the best evaluation's
 weights, the state of partitions nobody trained on) is neither copied nor sent again. Finding a
@@ -34,6 +35,7 @@ from dtrain.scheduler.membership import Peer
 # A copy may still be on its way when the next one is taken, and workers may be a step apart.
 _KEPT_STEPS = 3
 _POLL_S = 0.002
+_SMALL_BYTES = 4 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -111,7 +113,7 @@ class Snapshots:
         self._finish(wait=True)
         for stage in sorted(self._holdings.engines):
             self._begin_stage(step, stage)
-        self._finish()
+        self._finish(wait=all(b.gathering.num_bytes <= _SMALL_BYTES for b in self._begun))
         if self._keep:
             self._awaited.append(step)
         self._taken = [*self._taken[-1:], step]
