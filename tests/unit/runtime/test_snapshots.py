@@ -90,7 +90,7 @@ class Cluster:
         self.mail = Mail()
         self.nodes, self.every = nodes, every
         self.fault = FaultFlag()
-        self.gathered = True
+        self.gathered, self.num_bytes = True, 1 << 30
         self.holdings = [
             SimpleNamespace(engines={}, snapshots={}, progress=Progress()) for _ in nodes
         ]
@@ -125,7 +125,9 @@ class Cluster:
         """The state of a step, of which a part comes only when ``gathered`` says so."""
         whole = state(step)
         shards = {"optim/w": whole.tensors.pop("optim/w")}
-        return whole, SimpleNamespace(done=lambda: self.gathered, wait=lambda: shards)
+        return whole, SimpleNamespace(
+            done=lambda: self.gathered, wait=lambda: shards, num_bytes=self.num_bytes
+        )
 
     def step(self, to: int, **how: bool) -> None:
         for mine, snapshots in zip(self.holdings, self.snapshots, strict=True):
@@ -145,6 +147,18 @@ class Cluster:
             for (step, _), kept in mine.snapshots.items():
                 assert weights_sha256(kept.tensors) == weights_sha256(state(step).tensors)
                 assert kept.progress.step == step
+
+
+def test_what_is_small_is_gathered_at_once() -> None:
+    cluster = Cluster()
+    cluster.gathered = False
+    cluster.step(1)
+    assert cluster.kept(0) == []
+    cluster.num_bytes = 1000
+    cluster.step(2)
+    assert (2, 0) in cluster.kept(0)
+    assert (2, 1) in cluster.kept(2)
+    cluster.check()
 
 
 def test_copies_go_to_a_worker_that_does_not_hold_the_stage() -> None:
