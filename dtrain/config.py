@@ -112,6 +112,14 @@ class TrainConfig(Section):
         return self
 
 
+def whole_or_auto(value: Any, least: int) -> Any:
+    """Check a number that may be ``auto``; of a union pydantic would tell each part's fault."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if value != "auto" and not whole:
+        raise ValueError(f"expected a whole number of at least {least}, or auto, got {value!r}")
+    return value
+
+
 class ParallelConfig(Section):
     """How the work is laid out; nothing here but ``microbatches`` changes the result."""
 
@@ -138,17 +146,10 @@ class ParallelConfig(Section):
     )
     timeout_s: float = Field(300.0, gt=0, description="longest wait for a peer before giving up")
 
-    @model_validator(mode="before")
+    @field_validator("stages", mode="before")
     @classmethod
-    def _stages(cls, raw: Any) -> Any:
-        # Of a union pydantic would tell what is wrong with each of its parts.
-        value = raw.get("stages", 1) if isinstance(raw, dict) else 1
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if value != "auto" and not whole:
-            raise ValueError(
-                f"stages: expected a whole number of at least 1, or auto, got {value!r}"
-            )
-        return raw
+    def _stages(cls, value: Any) -> Any:
+        return whole_or_auto(value, 1)
 
 
 _BYTE_UNITS = {
@@ -176,7 +177,7 @@ class MemoryConfig(Section):
         match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w+)", value)
         if match is None or match[2] not in _BYTE_UNITS:
             raise ValueError(
-                f"limit: expected bytes, or a number with {', '.join(_BYTE_UNITS)}, got {value!r}"
+                f"expected bytes, or a number with {', '.join(_BYTE_UNITS)}, got {value!r}"
             )
         return int(float(match[1]) * _BYTE_UNITS[match[2]])
 
@@ -185,7 +186,9 @@ class CheckpointConfig(Section):
     """Where and how often the run is saved."""
 
     url: str | None = Field(None, description="fsspec URL; none: RUN_DIR/checkpoints")
-    every_steps: int = Field(0, ge=0, description="0: at the end only")
+    every_steps: int | Literal["auto"] = Field(
+        0, description="0: at the end only; auto: by measured cost and failures (Daly's interval)"
+    )
     keep: int = Field(3, ge=1, description="newest checkpoints that stay")
     keep_every: int | None = Field(
         None, ge=1, description="checkpoints of steps that are multiples of it stay for good"
@@ -194,6 +197,11 @@ class CheckpointConfig(Section):
     strict: bool = Field(
         False, description="a damaged newest checkpoint stops the run; else the next older is taken"
     )
+
+    @field_validator("every_steps", mode="before")
+    @classmethod
+    def _every(cls, value: Any) -> Any:
+        return whole_or_auto(value, 0)
 
     @model_validator(mode="after")
     def _no_credentials(self) -> CheckpointConfig:
@@ -224,11 +232,24 @@ class RobustConfig(Section):
     wait_s: float = Field(
         300.0, ge=0, description="how long the job waits below parallel.min_workers"
     )
-    snapshot_every: int = Field(1, ge=1, description="steps between snapshots in peer memory")
+    snapshot_every: int | Literal["auto"] = Field(
+        1,
+        description="steps between snapshots in peer memory; auto: by measured cost and failures",
+    )
+    mtbf_s: float = Field(
+        86400.0,
+        gt=0,
+        description="time between faults that is expected before there is any experience (auto)",
+    )
     recompute_check: float = Field(
         0.0, ge=0, le=1, description="share of healthy microbatches computed twice and compared"
     )
     on_bad_gradient: Literal["stop", "skip"] = "stop"
+
+    @field_validator("snapshot_every", mode="before")
+    @classmethod
+    def _every(cls, value: Any) -> Any:
+        return whole_or_auto(value, 1)
 
 
 class EvalConfig(Section):
@@ -440,7 +461,9 @@ def _first_problem(error: ValidationError) -> str:
         return f"{field}: expected a value, got none; set it in the file or with --set {field}=..."
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
-        return f"{field}.{message}" if field else message
+        # A section's own check names the field, a field's check does not.
+        between = ": " if message.startswith("expected") else "."
+        return f"{field}{between}{message}" if field else message
     return f"{field}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
 
 

@@ -134,6 +134,10 @@ class Balancer:
         self._streak, self._settled = 0, True
         return move
 
+    def forget(self) -> None:
+        """Work is measured in another unit from now on."""
+        self._window.clear()
+
     def _better(self, plan: Plan, costs: StepCosts, wanted: Cluster, known: Cluster) -> Move | None:
         now = predict(plan, costs, wanted).step_ticks
         # Who has recovered gets its load back even where the step gains nothing by it: what was

@@ -79,8 +79,8 @@ class CostModel:
     """Predicts seconds of a layer on a block, from observations of the same run or earlier ones.
 
     ``device`` is the device's name (``cpu``, or a GPU's model). A layer shape with too few
-    observations of its own is predicted from all shapes of its kind, then from all layers on the
-    device, then from recorded defaults.
+    observations of its own is predicted from what an earlier run learnt of it, then from all shapes
+    of its kind, then from all layers on the device, then from recorded defaults.
 
     A model is not a pure value: the members of a job must plan with one and the same, for instance
     that of the leader, told as :meth:`as_json`.
@@ -89,6 +89,7 @@ class CostModel:
     def __init__(self) -> None:
         self._seen: dict[_Key, deque[tuple[Coefficients, float]]] = {}
         self._fits: dict[tuple[object, ...], Coefficients] = {}
+        self._priors: dict[_Key, Coefficients] = {}
         self._overheads: deque[float] = deque(maxlen=_OVERHEADS)
         self._sums: deque[tuple[Coefficients, float]] = deque(maxlen=WINDOW)
 
@@ -105,6 +106,22 @@ class CostModel:
         seen = self._seen.setdefault(key, deque(maxlen=WINDOW))
         seen.append((terms(shape, size), seconds))
         self._fits.clear()
+
+    def observe_action(
+        self,
+        device: str,
+        direction: Direction,
+        layers: Sequence[tuple[LayerShape, BlockSize, float]],
+        seconds: float,
+    ) -> None:
+        """Take in an action of so many ``seconds``, its layers with the seconds of each.
+
+        What it takes besides its layers counts as theirs, in proportion.
+        """
+        inside = sum(took for _, _, took in layers)
+        for shape, size, took in layers:
+            whole = took * seconds / inside if inside > 0 else 0.0
+            self.observe(device, direction, shape, size, whole)
 
     def observe_sum(self, parameter_bytes: int, stages: int, seconds: float) -> None:
         """Take in what the exact sums and updates of a worker's stages took in a step.
@@ -148,6 +165,8 @@ class CostModel:
             seen = [o for key, rows in self._seen.items() if key[:width] == prefix for o in rows]
             if len(seen) >= _ENOUGH:
                 return self._fit(prefix, seen, None)
+            if prefix in self._priors:
+                return self._priors[wanted]
         default = DEFAULTS.get((device, direction))
         return default or DEFAULTS["cpu" if device == "cpu" else "cuda", direction]
 
@@ -165,6 +184,24 @@ class CostModel:
             a, b, c, d = fitted
             found = self._fits[name] = (a, b, c, d)
         return found
+
+    def learnt(self) -> list[list[Any]]:
+        """The coefficients of the layers that were seen often enough, as JSON: small."""
+        found = dict(self._priors)
+        for key, seen in self._seen.items():
+            if len(seen) >= _ENOUGH:
+                device, direction, kind, fan_in, fan_out = key
+                shape = LayerShape(kind, fan_in, fan_out)
+                found[key] = self.coefficients(device, direction, shape)
+        return [[*key, *coefficients] for key, coefficients in sorted(found.items())]
+
+    @classmethod
+    def of_learnt(cls, raw: Sequence[Sequence[Any]]) -> CostModel:
+        """A model that begins with what :meth:`learnt` told, until it has seen more."""
+        model = cls()
+        for device, direction, kind, fan_in, fan_out, a, b, c, d in raw:
+            model._priors[device, direction, kind, fan_in, fan_out] = (a, b, c, d)
+        return model
 
     def as_json(self) -> dict[str, Any]:
         """The newest observations, for a checkpoint or for the other members."""

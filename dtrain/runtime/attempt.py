@@ -19,6 +19,7 @@ from dtrain.runtime.inputs import MicrobatchInputs
 from dtrain.runtime.recorder import ActionRecorder
 from dtrain.runtime.transport import KIND_ACTIVATION, KIND_GRADIENT, Key, Transport
 from dtrain.scheduler import Action, Plan
+from dtrain.scheduler.costmodel import CostModel
 from dtrain.scheduler.membership import Peer
 
 _ROUND = 64
@@ -30,7 +31,10 @@ Take = Callable[[int, int], MicrobatchInputs]
 
 @dataclass(frozen=True)
 class Links:
-    """How a worker reaches the others, its supervisor and its faults."""
+    """How a worker reaches the others, its supervisor and its faults.
+
+    ``model``: what it learns from its actions' times.
+    """
 
     comm: Communicator
     transport: Transport
@@ -38,6 +42,7 @@ class Links:
     heartbeat: Heartbeat
     injector: Injector
     recorder: ActionRecorder
+    model: CostModel
 
 
 @dataclass
@@ -156,6 +161,7 @@ class Attempt:
         self.seconds[action] = time.perf_counter() - began
         compute, inputs = self.computes[action.stage], self._inputs[action.microbatch]
         self.work[action.stage, action.microbatch] = compute.work(inputs)
+        compute.teach(self.links.model, action.kind, inputs, self.seconds[action])
         spent = time.thread_time() - cpu
         self.links.recorder.action(action, began, spent, inputs.blocks, compute.layer_seconds)
 

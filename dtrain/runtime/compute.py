@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dtrain.data.block import Block
 from dtrain.errors import DtrainError
 from dtrain.kernels.csr import SparseRows
 from dtrain.kernels.rng import derive_key
 from dtrain.models.layer import LayerContext, State
 from dtrain.runtime.engine import StageEngine
 from dtrain.runtime.inputs import MicrobatchInputs
-from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape
+from dtrain.scheduler.costmodel import BlockSize, CostModel, Direction, LayerShape
+from dtrain.scheduler.plan import Kind
 
 _LAYER_TAG = 0x4C41594552
 
@@ -49,6 +51,7 @@ class StageCompute:
     ``grads[m][i]`` is the gradient of ``engine.parameters[i]`` from microbatch ``m``; ``losses[m]``
     its share of the step's mean loss (last stage only). Both are emptied by :meth:`reset`.
     ``layer_seconds``: (layer, seconds) of the newest action. ``shapes``: of all the model's layers.
+    ``reference``: by which work is measured, one that is alike on all workers.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class StageCompute:
         engine: StageEngine,
         layers: range,
         shapes: Sequence[LayerShape],
+        reference: CostModel,
         seed: int,
         *,
         is_last: bool,
@@ -63,8 +67,7 @@ class StageCompute:
         self._engine = engine
         self._layers = layers
         self._shapes = shapes
-        # Never taught: what it says is the same on every worker.
-        self._reference = CostModel()
+        self.reference = reference
         self._seed = seed
         self._is_last = is_last
         self._index = {id(p): i for i, p in enumerate(engine.parameters)}
@@ -80,13 +83,19 @@ class StageCompute:
 
     def work(self, inputs: MicrobatchInputs) -> float:
         """Seconds that forward and backward would take on a reference, by the blocks' sizes."""
+        device, predicted = self.device.type, self.reference.seconds
         total = 0.0
         for index in self._layers:
-            block, shape = inputs.blocks[index], self._shapes[index]
-            size = BlockSize(block.nnz, block.num_src, block.num_dst)
-            for direction in ("forward", "backward"):
-                total += self._reference.seconds(self.device.type, direction, shape, size)
+            size = _size(inputs.blocks[index])
+            total += predicted(device, "forward", self._shapes[index], size)
+            total += predicted(device, "backward", self._shapes[index], size)
         return total
+
+    def teach(self, model: CostModel, kind: Kind, inputs: MicrobatchInputs, seconds: float) -> None:
+        """Let ``model`` learn from the newest action, which took ``seconds``."""
+        layers = [(self._shapes[i], _size(inputs.blocks[i]), s) for i, s in self.layer_seconds]
+        direction: Direction = "forward" if kind == "F" else "backward"
+        model.observe_action(self.device.type, direction, layers, seconds)
 
     def reset(self) -> None:
         """Forget the step: activations, gradients and losses."""
@@ -204,6 +213,10 @@ class StageCompute:
         return tuple(
             torch.zeros_like(t) if g is None else g for t, g in zip(inputs, of_inputs, strict=True)
         )
+
+
+def _size(block: Block) -> BlockSize:
+    return BlockSize(block.nnz, block.num_src, block.num_dst)
 
 
 def _one_or_all(rows: Rows) -> Tensor | Rows:

@@ -21,6 +21,7 @@ from dtrain.runtime.engine import Gathering, StageEngine
 from dtrain.runtime.fault import FaultFlag
 from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.inputs import InputFetcher, Prefetcher
+from dtrain.runtime.intervals import Intervals
 from dtrain.runtime.membership import Agreement, Roster
 from dtrain.runtime.partitions import Partitions
 from dtrain.runtime.recorder import ActionRecorder
@@ -31,6 +32,7 @@ from dtrain.runtime.transaction import StepTransaction
 from dtrain.runtime.transport import KIND_NOTE, KIND_STATE, Key, Transport
 from dtrain.scheduler import Plan
 from dtrain.scheduler.balance import Move
+from dtrain.scheduler.costmodel import CostModel
 from dtrain.scheduler.costs import Cluster, StepCosts
 from dtrain.scheduler.membership import Announcement, Peer
 from dtrain.scheduler.planner import first_plan
@@ -127,6 +129,8 @@ class Surroundings:
     own_group: Group
     on_event: Callable[..., None]
     recorder: ActionRecorder
+    model: CostModel
+    intervals: Intervals
 
 
 class Generation:
@@ -327,6 +331,24 @@ class Generation:
                 self.around.transport.send(peer, key, packed)
         return value
 
+    def _ask_all(self, value: Any) -> list[Any]:
+        """Every member's JSON value, on the leader; all call it at the same point."""
+        self._notes += 1
+        me, leader = self.around.me.worker, min(self.peers)
+        if me != leader:
+            key = Key(KIND_NOTE, self._notes, 1 + me)
+            self.around.transport.send(self.peers[leader], key, [pack_json(value)])
+            return []
+        return [value] + [
+            unpack_json(
+                self.around.transport.receive(
+                    Key(KIND_NOTE, self._notes, 1 + worker), self._timeout_s
+                )[0]
+            )
+            for worker in sorted(self.peers)
+            if worker != me
+        ]
+
     def _build(self, states: Mapping[int, StageState | None], progress: Progress) -> None:
         """Build the engines; from here on they and ``progress`` are what this worker holds."""
         job, me = self.around.job, self.around.me.worker
@@ -368,12 +390,15 @@ class Generation:
             self.around.heartbeat,
             self.around.injector,
             self.around.recorder,
+            self.around.model,
         )
+        reference = CostModel.of_learnt(progress.memory.get("costs", []))
         self._computes = {
             s: StageCompute(
                 engine,
                 job.layout.layers_of(s),
                 job.shapes,
+                reference,
                 job.config.seed,
                 is_last=s == self.plan.num_stages - 1,
             )
@@ -412,6 +437,16 @@ class Generation:
             ),
             skip_bad=job.config.robust.on_bad_gradient == "skip",
         )
+
+    def learn(self) -> None:
+        """Measure work by what all have learnt of layers' costs; all do so at the same step."""
+        memory, told = self.holdings.progress.memory, self._ask_all(self.around.model.learnt())
+        # Who runs a layer knows it; what nobody has seen of late is as it was.
+        known = [entry for learnt in [memory.get("costs", []), *told] for entry in learnt]
+        learnt = self.tell_all([*{tuple(e[:5]): e for e in known}.values()])
+        memory["costs"] = learnt
+        for compute in self._computes.values():
+            compute.reference = CostModel.of_learnt(learnt)
 
     def rebalance(self, move: Move) -> None:
         """Go on by another plan of the same members and holders; all do so at the same step."""

@@ -143,16 +143,12 @@ def step_record(raw: Mapping[str, Any]) -> StepRecord:
 def teach(
     model: CostModel, device: str, shapes: Sequence[LayerShape], records: Iterable[StepRecord]
 ) -> None:
-    """Let a cost model observe the actions and sums of one worker's steps.
-
-    What an action takes besides its layers counts as theirs, in proportion.
-    """
+    """Let a cost model observe the actions of one worker's steps."""
     for record in records:
         for action in record.actions:
-            inside = sum(layer.seconds for layer in action.layers)
-            whole = action.end_s - action.start_s
             direction: Direction = "forward" if action.kind == "F" else "backward"
-            for layer in action.layers:
-                size = BlockSize(layer.nnz, layer.num_src, layer.num_dst)
-                seconds = layer.seconds * whole / inside if inside > 0 else 0.0
-                model.observe(device, direction, shapes[layer.layer], size, seconds)
+            layers = [
+                (shapes[r.layer], BlockSize(r.nnz, r.num_src, r.num_dst), r.seconds)
+                for r in action.layers
+            ]
+            model.observe_action(device, direction, layers, action.end_s - action.start_s)

@@ -85,12 +85,10 @@ class Snapshots:
         taken = {domains[w] for w in holders}
         return min(others, key=lambda w: (domains[w] in taken, (w - stage) % (max(others) + 1)))
 
-    def due(self, step: int) -> bool:
-        """Whether a snapshot is to be taken after ``step`` committed steps."""
-        return not self._taken or step % self._every == 0
+    def take(self, *, asked: bool = False, force: bool = False) -> None:
+        """Take the snapshot of this step boundary if one is due, was ``asked`` for, or ``force``.
 
-    def take(self, *, force: bool = False) -> None:
-        """Take the snapshot of this step boundary if one is due (or ``force``).
+        ``force``: this generation comes to an end, and what is gathered must be waited for.
 
         Raises:
             PeerLostError: a fault was noticed.
@@ -98,10 +96,10 @@ class Snapshots:
         step = self._holdings.progress.step
         self._finish()
         self.collect()
-        if step not in self._taken and (force or self.due(step)):
+        due = not self._taken or (self._every != "auto" and step % self._every == 0)
+        if step not in self._taken and (due or asked or force):
             self._take(step)
         if force:
-            # This generation comes to an end: nothing can be gathered afterwards.
             self._finish(wait=True)
 
     def _take(self, step: int) -> None:

@@ -22,6 +22,7 @@ from dtrain.runtime.comm import MAX
 from dtrain.runtime.exact_sum import NonFiniteGradientError
 from dtrain.runtime.generation import Generation
 from dtrain.runtime.inputs import Prefetcher
+from dtrain.runtime.intervals import SaveInterval
 from dtrain.runtime.reporting import ProgressReport
 from dtrain.runtime.snapshots import Snapshots
 from dtrain.runtime.spec import TrainerSpec
@@ -31,6 +32,9 @@ from dtrain.runtime.transport import KIND_WEIGHTS, Key
 from dtrain.scheduler.balance import Balancer
 
 _RECOVERIES = 20
+_LEARN_FIRST = 20
+"""Steps after which the costs of layers are known well enough to plan with."""
+_LEARN_EVERY = 200
 
 Metrics = dict[str, dict[str, float]]
 
@@ -71,6 +75,11 @@ class Training:
         """
         generation, holdings, job = self._generation, self._holdings, self._job
         self._snapshots = Snapshots(generation, self._sharded)
+        self._around.intervals.recovered(
+            holdings.progress.step,
+            generation.settlement.tier,
+            resumed=generation.resumed_from is not None,
+        )
         if generation.leads:
             self._announce()
         self._end_if_too_few()
@@ -79,7 +88,7 @@ class Training:
         try:
             while holdings.progress.step < job.total_steps:
                 step = holdings.progress.step
-                wishes = Wishes(self._around.roster.newcomers, self._leaving.is_set())
+                wishes = self._wishes()
                 outcome = self._step(step, wishes)
                 self._committed(outcome)
                 if outcome.leaving:
@@ -92,6 +101,16 @@ class Training:
             self.stop()
         self._finish()
         return True, "done"
+
+    def _wishes(self) -> Wishes:
+        """What this worker asks of all after the step to come; the leader also to save."""
+        step, intervals = self._holdings.progress.step + 1, self._around.intervals
+        leads = self._generation.leads
+        save, snapshot = (
+            leads and kept is not None and kept.due(step)
+            for kept in (intervals.checkpoint, intervals.snapshot)
+        )
+        return Wishes(self._around.roster.newcomers, self._leaving.is_set(), save, snapshot)
 
     def _end_if_too_few(self) -> None:
         """Save and end where the workers that are left have waited for more in vain."""
@@ -114,6 +133,10 @@ class Training:
         if self._balancer is None or outcome.skipped or len(generation.peers) == 1:
             return
         move = self._balancer.observe(generation.plan, outcome.times, generation.cluster)
+        done = self._holdings.progress.step
+        if done == _LEARN_FIRST or done % _LEARN_EVERY == 0:
+            generation.learn()
+            self._balancer.forget()
         if move is None:
             return
         assert prefetcher is not None
@@ -154,9 +177,13 @@ class Training:
             self._prefetcher.close()
             self._prefetcher = None
 
-    def _snapshot(self, *, force: bool = False) -> None:
+    def _snapshot(self, *, asked: bool = False, force: bool = False) -> None:
         assert self._snapshots is not None
-        self._snapshots.take(force=force)
+        began, interval = time.perf_counter(), self._around.intervals.snapshot
+        self._snapshots.take(asked=asked, force=force)
+        if asked and interval is not None:
+            interval.last = self._holdings.progress.step
+            interval.cost(time.perf_counter() - began)
 
     def _part(self, reason: str) -> tuple[bool, str]:
         """Leave the generation in good order at a step boundary."""
@@ -239,10 +266,11 @@ class Training:
                 self._event("step_skipped", reason, step=outcome.step)
             self._log_step(outcome.step, outcome.loss, outcome.norm, outcome.step_time_s)
             self._report.step(progress.step, outcome.loss)
-        self._snapshot()
+        self._around.intervals.stepped(outcome.step_time_s)
+        self._snapshot(asked=outcome.snapshot)
         if self._pending is not None and self._pending.done():
             self._await_save()
-        self._due()
+        self._due(asked=outcome.save)
 
     def _tell_recovery(self, outcome: Outcome) -> None:
         """After the first step since a fault: how long each part of the recovery took."""
@@ -261,8 +289,11 @@ class Training:
             timeline_ms=timeline,
         )
 
-    def _due(self) -> None:
-        """Evaluate and save if the run stands where it is due and has not been done."""
+    def _due(self, *, asked: bool = False) -> None:
+        """Evaluate and save if the run stands where it is due and has not been done.
+
+        ``asked``: the leader asked for a checkpoint.
+        """
         progress, config = self._holdings.progress, self._job.config
         done = progress.step
         if done == 0 or done >= self._job.total_steps:
@@ -271,8 +302,10 @@ class Training:
         every = config.eval.every_epochs
         if every and not rest and epochs % every == 0 and self._oldest(progress.evaluated) < done:
             self._evaluate()
-        every = config.checkpoint.every_steps
-        if every and done % every == 0:
+        steps, interval = config.checkpoint.every_steps, self._around.intervals.checkpoint
+        if asked and interval is not None:
+            interval.last = done
+        if asked or (steps != "auto" and steps and done % steps == 0):
             self._save(must=False)
 
     def _oldest(self, value: int) -> int:
@@ -321,6 +354,10 @@ class Training:
             if must:
                 raise
             return
+        interval = self._around.intervals.checkpoint
+        if interval is not None:
+            interval.cost(pending.stall_s)
+            self._tell_interval(interval)
         if self._generation.leads:
             self._event(
                 "checkpoint_saved",
@@ -328,6 +365,12 @@ class Training:
                 step=pending.step,
                 stall_s=round(pending.stall_s, 4),
             )
+
+    def _tell_interval(self, interval: SaveInterval) -> None:
+        found = interval.interval()
+        if found is not None and found.steps != interval.told and self._generation.leads:
+            interval.told = found.steps
+            self._event("checkpoint_interval", found.reason, steps=found.steps)
 
     def _leave(self, outcome: Outcome, wishes: Wishes) -> tuple[bool, str]:
         """Somebody was told to leave: save; then go without them, or stop if nobody is left."""

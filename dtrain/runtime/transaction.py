@@ -27,13 +27,21 @@ from dtrain.runtime.inputs import Prefetcher
 from dtrain.scheduler import Action, Plan
 from dtrain.scheduler.balance import StepTimes
 
+_ASKED = 5
+"""Entries of a ballot for what its worker says of the step and asks of all."""
+
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a worker asks of all at the end of a step: to regroup, or to let it leave."""
+    """What a worker asks of all at the end of a step: to regroup, to let it leave, or to save.
+
+    ``save``: a durable checkpoint; ``snapshot``: in peer memory.
+    """
 
     regroup: bool = False
     leave: bool = False
+    save: bool = False
+    snapshot: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,9 @@ class Outcome:
     """What a committed step tells: the same on every worker but for ``step_time_s``.
 
     ``loss``: mean over the step's seeds; ``norm``: L2 norm of the exact gradient over all stages;
-    ``regroup``: somebody waits to be let in; ``leaving``: how many workers ask to leave;
-    ``skipped``: the gradient was not finite, and the weights stay as they were. ``times``: what
-    every action took on its executor.
+    ``regroup``: somebody waits to be let in; ``leaving``: how many workers ask to leave; ``save``,
+    ``snapshot``: somebody asks for one; ``skipped``: the gradient was not finite, and the weights
+    stay as they were. ``times``: what every action took on its executor.
     """
 
     step: int
@@ -52,6 +60,8 @@ class Outcome:
     seeds: int
     regroup: bool
     leaving: int
+    save: bool
+    snapshot: bool
     step_time_s: float
     skipped: bool
     times: StepTimes
@@ -64,6 +74,8 @@ class _Ballot:
     bad: bool
     regroup: bool
     leaving: int
+    save: bool
+    snapshot: bool
     times: StepTimes
 
 
@@ -165,6 +177,8 @@ class StepTransaction:
             seeds,
             ballot.regroup,
             ballot.leaving,
+            ballot.save,
+            ballot.snapshot,
             took,
             ballot.bad,
             ballot.times,
@@ -219,7 +233,8 @@ class StepTransaction:
         Each entry comes from one worker and zeros from the others, so the sum is exact.
         """
         microbatches, stages = self._plan.layout.microbatches, self._plan.num_stages
-        head = microbatches + len(self._position) + 3
+        squares = microbatches + len(self._position)
+        head = squares + _ASKED
         whole = torch.zeros(head + 3 * stages * microbatches, dtype=torch.float64)
         ballot, times = whole[:head], whole[head:].view(3, stages, microbatches)
         for microbatch, loss in attempt.losses.items():
@@ -229,9 +244,8 @@ class StepTransaction:
                 for name, grad in zip(self._engines[stage].names, tensors, strict=True):
                     square = grad.double().square().sum()
                     ballot[microbatches + self._position[name]] = square
-        ballot[-3] = float(bad)
-        ballot[-2] = float(wishes.regroup)
-        ballot[-1] = float(wishes.leave)
+        asked = (bad, wishes.regroup, wishes.leave, wishes.save, wishes.snapshot)
+        ballot[squares:] = torch.tensor(asked, dtype=torch.float64)
         for (stage, microbatch), work in attempt.work.items():
             ahead = attempt.seconds[Action("F", stage, microbatch)]
             back = attempt.seconds[Action("B", stage, microbatch)]
@@ -239,9 +253,15 @@ class StepTransaction:
             times[:, stage, microbatch] = told
         whole.copy_(self._comm.all_reduce(whole))
         values = ballot.tolist()
-        loss = math.fsum(values[:microbatches])
-        norm = math.sqrt(math.fsum(values[microbatches:-3]))
-        if values[-3] > 0:
-            norm = math.nan
-        took = StepTimes(*times.tolist())
-        return _Ballot(loss, norm, values[-3] > 0, values[-2] > 0, round(values[-1]), took)
+        any_bad, regroup, leaving, save, snapshot = (round(v) for v in values[squares:])
+        norm = math.sqrt(math.fsum(values[microbatches:squares])) if not any_bad else math.nan
+        return _Ballot(
+            math.fsum(values[:microbatches]),
+            norm,
+            any_bad > 0,
+            regroup > 0,
+            leaving,
+            save > 0,
+            snapshot > 0,
+            StepTimes(*times.tolist()),
+        )

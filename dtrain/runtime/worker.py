@@ -27,6 +27,7 @@ from dtrain.runfolder import RunFolder
 from dtrain.runtime.comm import first_line, lone_group
 from dtrain.runtime.generation import Generation, Holdings, Surroundings
 from dtrain.runtime.heartbeat import Heartbeat
+from dtrain.runtime.intervals import Intervals
 from dtrain.runtime.membership import Roster
 from dtrain.runtime.recorder import ActionRecorder
 from dtrain.runtime.reporting import ProgressReport
@@ -37,6 +38,7 @@ from dtrain.runtime.store_log import StoreLog
 from dtrain.runtime.training import Training
 from dtrain.runtime.transport import Loss, Transport
 from dtrain.runtime.warmup import warm_up
+from dtrain.scheduler.costmodel import CostModel
 from dtrain.scheduler.membership import MembershipPolicy, Peer
 
 _STORE_CALL_S = 10.0
@@ -126,6 +128,8 @@ class _Life:
                 if config.parallel.record_actions
                 else None
             ),
+            CostModel(),
+            Intervals.of(config),
         )
         self._holdings = Holdings()
         self._sharded = zero_stage(config.deepspeed) > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import signal
 import statistics
 import time
@@ -307,6 +309,9 @@ def test_a_slow_worker_keeps_the_share_that_it_can_finish(
     assert (record["workers"], record["generations"]) == (4, 1)
     first = job.events("generation_started")[0]["executors"]
     moved = next(e for e in job.events("load_moved") if e["slowness"].get("1", 1.0) > 5.0)
+    saved = json.loads((job.run_dir / "checkpoints/step-00000060/manifest.json").read_text())
+    learnt = {tuple(e[:5]) for e in saved["progress"]["progress"]["memory"]["costs"]}
+    assert len(learnt) == 4, "both directions of the two shapes of layers, whoever ran them"
     shares = [sum(runs.count(1) for runs in table) for table in (first, moved["executors"])]
     assert shares[1] < shares[0]
     times = {
@@ -317,3 +322,27 @@ def test_a_slow_worker_keeps_the_share_that_it_can_finish(
     before = [times[s] for s in range(11, moved["step"])]
     after = [times[s] for s in range(moved["step"] + 1, 61)]
     assert statistics.median(after) < 0.8 * statistics.median(before)
+
+
+@pytest.mark.timeout(200)
+def test_saves_are_as_often_as_faults_make_it_worth(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    often = [
+        ("checkpoint.every_steps", "auto"),
+        ("robust.snapshot_every", "auto"),
+        ("robust.mtbf_s", 2.0),
+        ("deepspeed.zero_optimization.stage", 1),
+    ]
+    job = trainers.start(merged(raw, often), 3, "run")
+    job.wait_for_step(30)
+    job.kill(1)
+    job.start(1)
+    assert job.join() == [0] * 3
+    assert_same(trainers, job, wanted)
+    assert job.events("generation_started")[1]["tier"] == 1
+    told = job.events("checkpoint_interval")
+    assert "Daly" in told[0]["reason"]
+    saved = [e["step"] for e in job.events("checkpoint_saved")]
+    assert 1 < len(saved) < 60
+    assert min(b - a for a, b in itertools.pairwise([0, *saved])) >= 1

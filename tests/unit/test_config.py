@@ -28,6 +28,12 @@ BAD: dict[str, str] = {
     "model.name=:layers": "model.name: expected gcn, sage, gat or module:attribute, got ':layers'",
     "model.options={depth: 2}": "model.options: gcn takes none, got ['depth']; they are for a "
     "model given as module:attribute",
+    "checkpoint.every_steps=often": "checkpoint.every_steps: expected a whole number of at least "
+    "0, or auto, got 'often'",
+    "memory.limit=much": "memory.limit: expected bytes, or a number with KiB, MiB, GiB, kB, MB, GB, "
+    "got 'much'",
+    "robust.snapshot_every=0": "robust.snapshot_every: expected a whole number of at least 1, or "
+    "auto, got 0",
     "parallel.stages=3": "parallel.stages: expected at most model.layers = 2, got 3; use fewer "
     "stages or more layers",
     "deepspeed.optimizer=null": "deepspeed.optimizer: expected {type: Adam|AdamW|SGD, params: "
