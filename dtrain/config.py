@@ -348,6 +348,7 @@ class Config(Section):
             "batch_size": self.train.batch_size,
             "weight_decay_layers": self.train.weight_decay_layers,
             "microbatches": self.parallel.microbatches,
+            "memory_limit": self.memory.limit,
             "threads_per_worker": self.parallel.threads_per_worker,
             "deepspeed": engine,
         }

@@ -8,6 +8,7 @@ from torch import nn
 
 from dtrain.config import Config
 from dtrain.data.batches import BatchSource
+from dtrain.data.budget import Budget, microbatches_within
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
@@ -20,8 +21,23 @@ _ADAM_BYTES = 16
 _SGD_BYTES = 8
 
 
-def batch_source(config: Config, store: GraphStore) -> BatchSource:
-    """The microbatches that a run with this configuration trains on."""
+def within_memory(config: Config, store: GraphStore) -> tuple[Config, Budget]:
+    """The configuration with as many microbatches as ``memory.limit`` asks for, and why it does.
+
+    Raises:
+        DtrainError: there is no such number.
+    """
+    shapes = model_shapes(config, store) if config.memory.limit is not None else []
+    budget = microbatches_within(config, store, shapes)
+    parallel = config.parallel.model_copy(update={"microbatches": budget.microbatches})
+    return config.model_copy(update={"parallel": parallel}), budget
+
+
+def batch_source(config: Config, store: GraphStore, *, keep: bool = True) -> BatchSource:
+    """The microbatches that a run with this configuration trains on; see :class:`BatchSource`.
+
+    ``config``: as :func:`within_memory` gives it.
+    """
     return BatchSource(
         store,
         split=config.data.split,
@@ -30,6 +46,7 @@ def batch_source(config: Config, store: GraphStore) -> BatchSource:
         microbatches=config.parallel.microbatches,
         num_layers=config.model.layers,
         seed=config.seed,
+        keep=keep,
     )
 
 

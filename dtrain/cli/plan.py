@@ -194,10 +194,12 @@ def _planned(
         costs_of_sizes,
         layout_of,
         model_shapes,
+        within_memory,
     )
     from dtrain.scheduler.costmodel import CostModel
 
     store = GraphStore.open(config.data.store, config.data.cache_dir)
+    config, _ = within_memory(config, store)
     parallel = config.parallel
     sizes = block_sizes(batch_source(config, store), step, parallel.microbatches)
     shapes = model_shapes(config, store)

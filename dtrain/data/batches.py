@@ -46,7 +46,8 @@ class BatchSource:
     """The microbatches of a run; see :class:`MicrobatchSample`.
 
     ``full``: every in-neighbour at every layer. Without ``batch_size`` a step is all train nodes
-    in increasing order, and a microbatch's blocks are the same objects at every step (``static``).
+    in increasing order and a microbatch the same at every step; then its blocks are kept, and are
+    the same objects (``static``), unless ``keep`` is false for want of memory.
     ``neighbor``: at most ``fanouts[i]`` in-neighbours at layer ``i``, layer 0 being the one that
     reads the features. ``cluster``: a microbatch is the subgraph induced by ``clusters``
     partitions, every layer's block is that one, and its seeds are the train nodes in it.
@@ -69,6 +70,7 @@ class BatchSource:
         microbatches: int,
         num_layers: int,
         seed: int,
+        keep: bool = True,
     ) -> None:
         train = np.ascontiguousarray(store.split(split).train, dtype=np.int64)
         if not len(train):
@@ -76,7 +78,8 @@ class BatchSource:
                 f"data.split: expected split {split} to have train nodes, got none; "
                 "choose another split or import the graph with one"
             )
-        self.static = sampler.name == "full" and batch_size is None
+        fixed = sampler.name == "full" and batch_size is None
+        self.static = fixed and keep
         self._source: _Source
         if sampler.name == "cluster":
             if batch_size is not None:
@@ -95,7 +98,7 @@ class BatchSource:
                     f"sampler.fanouts: expected one number for each of {num_layers} layers, "
                     f"got {len(fanouts)}: {fanouts}"
                 )
-            order = EpochOrder(train, seed, shuffle=not self.static)
+            order = EpochOrder(train, seed, shuffle=not fixed)
             seeds = _SeedSlices(order, batch_size or len(train), microbatches)
             graph = Adjacency.of(store.indptr, store.indices)
             layers = _LayerSampler(graph, fanouts, sampler.replace, seed)

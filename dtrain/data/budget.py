@@ -1,126 +1,301 @@
 """Microbatches that fit a memory budget: cut smaller before the run, never in the middle of it.
 
-The peak of a microbatch is predicted from bounds that hold for every draw of the sampler: a layer's
+What a microbatch takes is predicted from bounds that hold for every draw of the sampler: a layer's
 blocks have at most as many edges as its most connected destinations have, each counted up to the
-fanout. So the number of microbatches is a pure function of the configuration and the graph.
+fanout. The number of microbatches is a pure function of the model, the batch, the sampler, the
+limit and the graph, so it stays the same when a run goes on with other stages, workers or stores.
+What depends on those is taken at its worst for it; at run time it decides only how far ahead
+microbatches are sampled and whether fixed ones are kept.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dtrain.config import Config
+from dtrain.data.ranged import FETCH_BYTES
 from dtrain.data.sample.neighbor import ALL_NEIGHBORS
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
+from dtrain.scheduler import Plan
+from dtrain.scheduler.costmodel import LayerShape
 
 # int64 columns and their global ids, and the transposed pattern: rows and positions of entries.
 _BYTES_PER_EDGE = 8 + 8 + 8 + 8
 _BYTES_PER_NODE = 8 + 8 + 8 + 8  # row pointers of both patterns, degrees, global ids
-# Rows of a layer's width that exist at once: the input, what dropout, aggregation and the two
-# linear maps make of it, their sum, the activation, and the gradients of the last three.
-_ROWS_PER_LAYER = 9
-_IN_FLIGHT_MORE = 2  # sampled ahead, beside those that the stages hold
+# A stored element of sparse features: column, value and dropped value, and the transposed pattern.
+_BYTES_PER_SPARSE = 8 + 4 + 4 + 8 + 8
+# Rows of the wider of a layer's widths that exist for each destination: the aggregate, the two
+# linear maps, their sum, the normalised and the activated sum, and what a residual adds.
+_ROWS_PER_DESTINATION = 7
+# For each parameter: weights, their gradients, the exact sum in float64 and in float32, the
+# optimizer's two moments, and a snapshot of weights and moments.
+_STATE_BYTES = 4 + 4 + 8 + 4 + 8 + 12
+_SUM_ROWS = 2  # copies of the microbatches' gradients that the exact sum works on
+
+
+@dataclass(frozen=True)
+class MicrobatchBytes:
+    """What one microbatch takes at most.
+
+    ``features``: the rows that layer 0 reads. ``blocks[i]``: the block of layer ``i``. ``kept[i]``:
+    what that layer's forward pass leaves for its backward pass, which takes as much again.
+    """
+
+    features: int
+    blocks: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    def inputs(self, first_layer: int = 0) -> int:
+        """What is sampled and gathered for a worker whose first layer is ``first_layer``."""
+        return sum(self.blocks[first_layer:]) + (0 if first_layer else self.features)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """``microbatches`` of a step, each of whose predicted peaks lets the run stay in the limit.
+    """``microbatches`` of a step, and how a worker stays within ``limit`` bytes with them.
 
-    ``peak_bytes``: predicted for a worker that holds as many microbatches as it ever may; None
-    without a limit.
+    ``each``: the largest of them. ``parameters``: trainable numbers of the model. ``cache_bytes``:
+    what a cache of feature rows has of the limit. Without a limit all else is None or 0.
     """
 
     microbatches: int
-    peak_bytes: int | None
+    limit: int | None = None
+    each: MicrobatchBytes | None = None
+    parameters: int = 0
+    cache_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """What any worker of any plan may need that samples one microbatch ahead; None: no limit.
+
+        Under 1F1B a worker has at most ``S - s`` microbatches in flight on stage ``s`` of ``S``,
+        which is the most where every layer is a stage.
+        """
+        if self.each is None:
+            return None
+        layers, most = len(self.each.blocks), self.microbatches
+        held = self.each.features * min(most, layers)
+        for layer in range(layers):
+            # A worker has the blocks of its first layer and of all that follow.
+            holders = sum(layers - stage for stage in range(layer + 1))
+            held += self.each.blocks[layer] * min(most, holders)
+            held += self.each.kept[layer] * min(most, layers - layer)
+        return self._with(held) + self.each.inputs()
+
+    def plan_bytes(self, plan: Plan, worker: int) -> int:
+        """What ``worker`` may need under ``plan`` besides what it samples ahead.
+
+        Raises:
+            ValueError: there is no limit, so nothing was predicted.
+        """
+        if self.each is None:
+            raise ValueError("plan_bytes: expected a budget with a limit, got none")
+        cuts, each = plan.layout.cuts, self.each
+        actions = plan.actions[worker]
+        first: dict[int, int] = {}
+        uses: dict[int, int] = {}
+        for action in actions:
+            m, layer = action.microbatch, cuts[action.stage]
+            first[m] = min(layer, first.get(m, layer))
+            uses[m] = uses.get(m, 0) + 1
+        held = most = 0
+        begun: set[int] = set()
+        for kind, stage, m in actions:
+            if m not in begun:
+                begun.add(m)
+                held += each.inputs(first[m])
+            kept = sum(each.kept[cuts[stage] : cuts[stage + 1]])
+            held += kept if kind == "F" else 0
+            most = max(most, held)
+            held -= kept if kind == "B" else 0
+            uses[m] -= 1
+            if not uses[m]:
+                held -= each.inputs(first[m])
+        return self._with(most)
+
+    def ahead(self, plan: Plan, worker: int) -> int:
+        """How many microbatches ``worker`` may sample before it uses them, at least 1.
+
+        As many as it has in a step and one more, or as many as the limit leaves room for.
+        """
+        wanted = len({action.microbatch for action in plan.actions[worker]}) + 1
+        if self.limit is None or self.each is None:
+            return wanted
+        room = self.limit - self.plan_bytes(plan, worker)
+        return max(1, min(wanted, room // self.each.inputs()))
+
+    def keeps_fixed(self) -> bool:
+        """Whether all microbatches can stay in memory where they are the same in every step."""
+        peak = self.peak_bytes
+        if self.limit is None or self.each is None or peak is None:
+            return True
+        return peak + self.each.inputs() * self.microbatches <= self.limit
+
+    def with_cache(self, wanted_bytes: int) -> Budget:
+        """The budget in which a cache of feature rows has what is left, at most what is wanted."""
+        peak = self.peak_bytes
+        if self.limit is None or peak is None:
+            return replace(self, cache_bytes=wanted_bytes)
+        return replace(self, cache_bytes=max(0, min(wanted_bytes, self.limit - peak)))
+
+    def bytes_in_flight(self, microbatches: int) -> int:
+        """What a worker may need that has so many whole microbatches in flight, and one ahead.
+
+        Raises:
+            ValueError: there is no limit, so nothing was predicted.
+        """
+        if self.each is None:
+            raise ValueError("bytes_in_flight: expected a budget with a limit, got none")
+        each = self.each.inputs() + sum(self.each.kept)
+        return self._with(each * microbatches) + self.each.inputs()
+
+    def _with(self, held: int) -> int:
+        """``held`` bytes of microbatches in flight, and what is there besides."""
+        assert self.each is not None
+        gradients = 4 * self.microbatches * self.parameters
+        # One layer's backward pass runs at a time, and none is in flight during the exact sum.
+        working = max(held + max(self.each.kept), _SUM_ROWS * gradients)
+        state = _STATE_BYTES * self.parameters
+        return working + gradients + state + FETCH_BYTES + self.cache_bytes
 
 
 class PeakModel:
-    """Predicts the memory that a worker needs for microbatches of so many seeds."""
+    """Predicts the memory that microbatches of so many seeds need.
 
-    def __init__(self, config: Config, store: GraphStore) -> None:
+    ``shapes``: the model's layers.
+    """
+
+    def __init__(self, config: Config, store: GraphStore, shapes: Sequence[LayerShape]) -> None:
         sampler, layers = config.sampler, config.model.layers
         self.fanouts = sampler.fanouts if sampler.name == "neighbor" else []
         self.fanouts = self.fanouts or [ALL_NEIGHBORS] * layers
         degrees = np.sort(store.in_degree())[::-1]
         self._num_nodes = store.num_nodes
-        self._fetch_bytes = store.fetch_bytes
         self._edges = {f: _most_edges(degrees, f, sampler.replace) for f in set(self.fanouts)}
-        heads = config.model.heads if config.model.name == "gat" else 1
-        hidden = [config.model.hidden * heads] * (layers - 1)
-        self._widths = [store.meta.num_features, *hidden, store.meta.num_classes]
-        stages = config.parallel.stages
-        self._stages = layers if stages == "auto" else stages
+        self._shapes = shapes
+        heads = config.model.output_heads if config.model.name == "gat" else 1
+        # Attention averages its last heads only after each has made its row.
+        self._inner = [s.fan_out for s in shapes[:-1]] + [s.fan_out * heads for s in shapes[-1:]]
+        counts = store.feature_counts()
+        self._elements = None if counts is None else _prefix_sums(np.sort(counts)[::-1])
+        self._width = store.meta.num_features
+        self.parameters = sum(shape.parameters for shape in shapes)
 
-    def peak_bytes(self, seeds: int, microbatches: int) -> int:
-        """For ``microbatches`` a step of at most ``seeds`` seeds each, in bytes."""
-        held = min(microbatches, self._stages) + _IN_FLIGHT_MORE
-        return held * self._microbatch_bytes(seeds) + self._state_bytes() + self._fetch_bytes
-
-    def _microbatch_bytes(self, seeds: int) -> int:
-        total, destinations = 0, min(seeds, self._num_nodes)
+    def sampled(self, seeds: int) -> MicrobatchBytes:
+        """Of at most ``seeds`` seeds, whose blocks grow downwards from them."""
+        blocks, kept = [], []
+        destinations = sources = min(seeds, self._num_nodes)
         for layer in reversed(range(len(self.fanouts))):
             edges = int(self._edges[self.fanouts[layer]][destinations])
             sources = min(self._num_nodes, destinations + edges)
-            total += edges * _BYTES_PER_EDGE + (sources + destinations) * _BYTES_PER_NODE
-            total += 4 * 2 * sources * self._widths[layer]
-            width = max(self._widths[layer], self._widths[layer + 1])
-            total += 4 * _ROWS_PER_LAYER * destinations * width
+            blocks.append(edges * _BYTES_PER_EDGE + (sources + destinations) * _BYTES_PER_NODE)
+            kept.append(self._kept(layer, sources, destinations))
             destinations = sources
-        return total
+        return MicrobatchBytes(self._features(sources), tuple(blocks[::-1]), tuple(kept[::-1]))
 
-    def _state_bytes(self) -> int:
-        """Weights, gradients, the exact sum in float64, the optimizer's state, a snapshot."""
-        pairs = zip(self._widths, self._widths[1:], strict=False)
-        return sum(2 * a * b for a, b in pairs) * (4 + 4 + 8 + 8 + 12)
+    def induced(self, nodes: int) -> MicrobatchBytes:
+        """On at most ``nodes`` nodes, the sources and the destinations of one block for all."""
+        layers = len(self.fanouts)
+        edges = int(self._edges[ALL_NEIGHBORS][nodes])
+        block = edges * _BYTES_PER_EDGE + 2 * nodes * _BYTES_PER_NODE
+        kept = tuple(self._kept(layer, nodes, nodes) for layer in range(layers))
+        return MicrobatchBytes(self._features(nodes), (0,) * (layers - 1) + (block,), kept)
+
+    def _features(self, rows: int) -> int:
+        if self._elements is None:
+            return 4 * rows * self._width
+        return int(self._elements[rows]) * _BYTES_PER_SPARSE + rows * _BYTES_PER_NODE
+
+    def _kept(self, layer: int, sources: int, destinations: int) -> int:
+        fan_in, inner = self._shapes[layer].fan_in, self._inner[layer]
+        # For each source: the row that came from the layer before (the features count by
+        # themselves), the dropped row, and the linear map where it comes before the aggregation.
+        rows = 2 * fan_in if layer else fan_in * (self._elements is None)
+        per_source = rows + inner
+        return 4 * (
+            sources * per_source + destinations * _ROWS_PER_DESTINATION * max(fan_in, inner)
+        )
 
 
-def microbatches_within(config: Config, store: GraphStore) -> Budget:
+def microbatches_within(config: Config, store: GraphStore, shapes: Sequence[LayerShape]) -> Budget:
     """The least multiple of ``parallel.microbatches`` whose microbatches fit ``memory.limit``.
 
     Without a limit that is ``parallel.microbatches`` itself. The mapped graph and features are the
-    system's to keep or drop and do not count, nor do the interpreter and its libraries.
+    system's to keep or drop and do not count, nor do the interpreter and its libraries. ``shapes``:
+    the model's layers.
 
     Raises:
-        DtrainError: a microbatch of one seed would not fit, or the sampler cannot split.
+        DtrainError: no number of microbatches fits, or the sampler cannot split, or the schedule
+            keeps more of them in flight than fit.
     """
     wanted, limit = config.parallel.microbatches, config.memory.limit
     if limit is None:
-        return Budget(wanted, None)
-    model = PeakModel(config, store)
+        return Budget(wanted)
+    model = PeakModel(config, store, shapes)
     if config.sampler.name == "cluster":
-        return _clusters(model, config, store, limit)
-    batch = config.train.batch_size or len(store.split(config.data.split).train)
-    factor = 1
+        budget = _clusters(model, config, store, limit)
+    else:
+        batch = config.train.batch_size or len(store.split(config.data.split).train)
+        budget = _least(model, batch, wanted, limit)
+    _check_schedule(config, budget)
+    return budget
+
+
+def _least(model: PeakModel, batch: int, wanted: int, limit: int) -> Budget:
+    microbatches, least = wanted, 0
     while True:
-        microbatches = wanted * factor
         seeds = -(-batch // microbatches)
-        peak = model.peak_bytes(seeds, microbatches)
+        budget = Budget(microbatches, limit, model.sampled(seeds), model.parameters)
+        peak = budget.peak_bytes
+        assert peak is not None
         if peak <= limit:
-            return Budget(microbatches, peak)
+            return budget
+        least = min(least or peak, peak)
         if seeds <= 1:
             raise DtrainError(
-                f"memory.limit: expected at least {peak} bytes, which a microbatch of one seed may "
-                f"need, got {limit}; raise it, or lower sampler.fanouts or model.hidden"
+                f"memory.limit: expected at least {least} bytes, which the smallest microbatches "
+                f"may need, got {limit}; raise it, or lower sampler.fanouts or model.hidden"
             )
-        # Peaks fall about in proportion to the seeds, so most steps of the search are skipped.
-        factor = max(factor + 1, int(factor * min(peak / limit, 2.0) * 0.9))
+        # The next number with which the largest microbatch has fewer seeds.
+        microbatches = next_multiple(-(-batch // (seeds - 1)), wanted)
+
+
+def next_multiple(number: int, of: int) -> int:
+    """The least multiple of ``of`` that is at least ``number``."""
+    return -(-number // of) * of
 
 
 def _clusters(model: PeakModel, config: Config, store: GraphStore, limit: int) -> Budget:
     offsets = np.asarray(store.meta.partition_offsets, dtype=np.int64)
     nodes = int(np.sort(np.diff(offsets))[::-1][: config.sampler.clusters].sum())
-    peak = model.peak_bytes(nodes, config.parallel.microbatches)
+    budget = Budget(config.parallel.microbatches, limit, model.induced(nodes), model.parameters)
+    peak = budget.peak_bytes
+    assert peak is not None
     if peak > limit:
         raise DtrainError(
             f"memory.limit: expected at least {peak} bytes for {config.sampler.clusters} clusters, "
             f"got {limit}; lower sampler.clusters or import with more --partitions"
         )
-    return Budget(config.parallel.microbatches, peak)
+    return budget
+
+
+def _check_schedule(config: Config, budget: Budget) -> None:
+    """GPipe has all microbatches in flight, so that cutting them smaller does not help it."""
+    if config.parallel.schedule != "gpipe":
+        return
+    assert budget.limit is not None
+    peak = budget.bytes_in_flight(budget.microbatches)
+    if peak > budget.limit:
+        raise DtrainError(
+            f"parallel.schedule: gpipe keeps all {budget.microbatches} microbatches in flight, "
+            f"which may need {peak} bytes, got memory.limit {budget.limit}; set it to 1f1b"
+        )
 
 
 def _most_edges(degrees: NDArray[np.int64], fanout: int, replace: bool) -> NDArray[Any]:
@@ -129,4 +304,8 @@ def _most_edges(degrees: NDArray[np.int64], fanout: int, replace: bool) -> NDArr
     if fanout != ALL_NEIGHBORS:
         drawn = np.where(degrees > 0, fanout, 0)
         counts = drawn if replace else np.minimum(degrees, fanout)
+    return _prefix_sums(counts)
+
+
+def _prefix_sums(counts: NDArray[np.int64]) -> NDArray[Any]:
     return np.concatenate([[0], np.cumsum(counts)])

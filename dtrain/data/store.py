@@ -24,7 +24,7 @@ from dtrain.data.meta import (
     parse_meta,
     split_array,
 )
-from dtrain.data.ranged import FETCH_BYTES, CachedFile, RangedArray
+from dtrain.data.ranged import CachedFile, RangedArray
 from dtrain.errors import DtrainError
 from dtrain.kernels.csr import Csr, SparseRows
 
@@ -104,14 +104,15 @@ class GraphStore:
     def num_partitions(self) -> int:
         return self.meta.num_partitions
 
-    @property
-    def fetch_bytes(self) -> int:
-        """Memory that fetching features may take besides their rows; 0 where they are mapped."""
-        return FETCH_BYTES if any(a.fetch is not None for a in self._features) else 0
-
     def in_degree(self) -> NDArray[np.int64]:
         """int64 [N]: edges that enter each node."""
         return np.diff(self.indptr)
+
+    def feature_counts(self) -> NDArray[np.int64] | None:
+        """int64 [N]: stored elements of each node's feature row; None where features are dense."""
+        if self.meta.feature_format == "dense":
+            return None
+        return np.diff(self._features[0].data)
 
     def original_ids(self) -> NDArray[Any]:
         """[N]: each node's id in the source: int64, or str where the source had string ids."""

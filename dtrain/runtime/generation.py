@@ -464,6 +464,5 @@ class Generation:
         if former is not None:
             fetcher.take_over(former.fetcher)
         steps = range(self.holdings.progress.step, job.total_steps)
-        return Prefetcher(
-            fetcher, job.source, steps, len(fetcher.order) + 1, self.fault, self._timeout_s
-        )
+        ahead = job.budget.ahead(self.plan, self.around.me.worker)
+        return Prefetcher(fetcher, job.source, steps, ahead, self.fault, self._timeout_s)

@@ -11,11 +11,11 @@ from torch import nn
 
 from dtrain.config import Config
 from dtrain.data.batches import BatchSource
-from dtrain.data.budget import microbatches_within
+from dtrain.data.budget import Budget
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
-from dtrain.planning import job_layout, layer_shape
+from dtrain.planning import batch_source, job_layout, layer_shape, within_memory
 from dtrain.scheduler import Layout
 from dtrain.scheduler.costmodel import LayerShape
 
@@ -26,8 +26,7 @@ class Job:
 
     ``layers`` tell names and shapes; ``total_steps`` is where the run ends; ``identity`` is
     what decides its result; ``layout_reason``: why the layout is as it is, where it was chosen.
-    ``config.parallel.microbatches`` is already what ``memory.limit`` asks for;
-    ``predicted_peak_bytes`` is what one worker may need then.
+    ``config.parallel.microbatches`` is already what ``memory.limit`` asks for, as ``budget`` tells.
     """
 
     config: Config
@@ -39,7 +38,12 @@ class Job:
     total_steps: int
     identity: dict[str, Any]
     device: torch.device
-    predicted_peak_bytes: int | None = None
+    budget: Budget
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """What one worker may need; None without ``memory.limit``."""
+        return self.budget.peak_bytes
 
     def fresh_layers(self) -> list[nn.Module]:
         """The model's layers anew, with their initial weights."""
@@ -80,25 +84,14 @@ def prepare_job(config: Config, local_rank: int, workers: int) -> Job:
     """
     device = _device(config, local_rank)
     store = GraphStore.open(config.data.store, config.data.cache_dir)
-    budget = microbatches_within(config, store)
-    parallel = config.parallel.model_copy(update={"microbatches": budget.microbatches})
-    config = config.model_copy(update={"parallel": parallel})
-    source = BatchSource(
-        store,
-        split=config.data.split,
-        sampler=config.sampler,
-        batch_size=config.train.batch_size,
-        microbatches=config.parallel.microbatches,
-        num_layers=config.model.layers,
-        seed=config.seed,
-    )
+    config, budget = within_memory(config, store)
+    source = batch_source(config, store, keep=budget.keeps_fixed())
     meta = store.meta
     layers = build_layers(config.model, meta.num_features, meta.num_classes, config.seed)
     _check_layers(layers)
     layout, reason = job_layout(config, source, layers, workers)
     steps, identity = total_steps(config, source), config.identity(store.fingerprint)
-    peak = budget.peak_bytes
-    return Job(config, store, source, layers, layout, reason, steps, identity, device, peak)
+    return Job(config, store, source, layers, layout, reason, steps, identity, device, budget)
 
 
 def total_steps(config: Config, source: BatchSource) -> int:

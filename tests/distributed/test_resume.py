@@ -21,7 +21,9 @@ RAW: dict[str, Any] = {
     "model": {"name": "sage", "layers": 3, "hidden": 16, "dropout": 0.2, "norm": "layer"},
     "sampler": {"name": "neighbor", "fanouts": [4, 4, 4]},
     "train": {"max_steps": 24, "batch_size": 128},
-    "parallel": {"stages": 2, "microbatches": 4},
+    "parallel": {"stages": 2, "microbatches": 2},
+    # Cuts each step into 4 microbatches, whatever the stages.
+    "memory": {"limit": "23MB"},
     "checkpoint": {"every_steps": 5},
     "deepspeed": {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},

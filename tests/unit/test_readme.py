@@ -177,15 +177,15 @@ def test_identity_marks_are_right() -> None:
     assert marked[""] == ["seed"]
     assert set(marked["model"]) == set(identity["model"])
     assert set(marked["sampler"]) == set(identity["sampler"])
-    others = {f for s in ("data", "train", "parallel") for f in marked[s]}
-    named = {"store": "dataset"}
+    others = {f for s in ("data", "train", "parallel", "memory") for f in marked[s]}
+    named = {"store": "dataset", "limit": "memory_limit"}
     assert {named.get(f, f) for f in others} == set(identity) - {
         "seed",
         "model",
         "sampler",
         "deepspeed",
     }
-    assert not set(marked) - {"", "data", "model", "sampler", "train", "parallel"}
+    assert not set(marked) - {"", "data", "model", "sampler", "train", "parallel", "memory"}
 
 
 def test_the_torchrun_entry_takes_the_readmes_flags(capsys: pytest.CaptureFixture[str]) -> None:

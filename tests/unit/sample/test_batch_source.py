@@ -26,7 +26,9 @@ SETTINGS = {
 }
 
 
-def source(store, setting: str, seed: int = 3, microbatches: int = MICROBATCHES) -> BatchSource:
+def source(
+    store, setting: str, seed: int = 3, microbatches: int = MICROBATCHES, keep: bool = True
+) -> BatchSource:
     sampler, batch_size = SETTINGS[setting]
     return BatchSource(
         store,
@@ -36,6 +38,7 @@ def source(store, setting: str, seed: int = 3, microbatches: int = MICROBATCHES)
         microbatches=microbatches,
         num_layers=LAYERS,
         seed=seed,
+        keep=keep,
     )
 
 
@@ -128,6 +131,14 @@ def test_static_blocks_are_made_once(make_store):
     again = batches.sample(9, 1, 1).blocks
     assert whole[2] is last[0]
     assert all(a is b for a, b in zip(again, whole[1:], strict=True))
+
+
+def test_fixed_microbatches_that_are_not_kept_are_the_same_every_time(make_store):
+    store = make_store()
+    kept, made = source(store, "full"), source(store, "full", keep=False)
+    assert not made.static
+    for call in product((0, 7), range(MICROBATCHES), range(LAYERS)):
+        assert digest(made.sample(*call)) == digest(kept.sample(*call))
 
 
 def test_blocks_of_steps_and_layers_are_drawn_apart(make_store):
