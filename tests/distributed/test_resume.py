@@ -23,7 +23,7 @@ RAW: dict[str, Any] = {
     "train": {"max_steps": 24, "batch_size": 128},
     "parallel": {"stages": 2, "microbatches": 2},
     # Cuts each step into 4 microbatches, whatever the stages.
-    "memory": {"limit": "23MB"},
+    "memory": {"limit": "22MB"},
     "checkpoint": {"every_steps": 5},
     "deepspeed": {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
