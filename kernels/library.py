@@ -53,27 +53,13 @@ _SPMM = (
 _SDDMM = "(Tensor indptr, Tensor indices, Tensor a, Tensor b) -> Tensor"
 
 
-def _spmm(
-    indptr: Tensor,
-    indices: Tensor,
-    t_indptr: Tensor,
-    t_indices: Tensor,
-    perm: Tensor,
-    x: Tensor,
-    weight: Tensor,
-) -> Tensor:
+def _spmm(indptr: Tensor, indices: Tensor, *rest: Tensor) -> Tensor:
+    *_, x, weight = rest
     return weighted_sum(Csr(indptr, indices, x.shape[0]), x, weight)
 
 
-def _spmm_shape(
-    indptr: Tensor,
-    indices: Tensor,
-    t_indptr: Tensor,
-    t_indices: Tensor,
-    perm: Tensor,
-    x: Tensor,
-    weight: Tensor,
-) -> Tensor:
+def _spmm_shape(indptr: Tensor, *rest: Tensor) -> Tensor:
+    *_, x, _weight = rest
     return x.new_empty(indptr.shape[0] - 1, x.shape[1])
 
 
@@ -93,7 +79,10 @@ def _spmm_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     indptr, indices, t_indptr, t_indices, perm, x, weight = ctx.saved_tensors
     to_x = to_weight = None
     if ctx.needs_input_grad[5]:
-        back = torch.argsort(perm)
+        # The inverse of a permutation, without sorting it.
+        back = torch.empty_like(perm).scatter_(
+            0, perm, torch.arange(perm.shape[0], device=perm.device)
+        )
         to_x = torch.ops.dtrain.spmm(t_indptr, t_indices, indptr, indices, back, grad, weight[perm])
     if ctx.needs_input_grad[6]:
         to_weight = torch.ops.dtrain.sddmm(indptr, indices, grad, x)

@@ -7,7 +7,7 @@ The intrinsics of the operators are written with :class:`VectorCode`, which emit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,16 @@ class VectorCode:
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """``a * b + c`` with one rounding."""
         return self._call("fma", self.type, [a, b, c])
+
+    def total(self, vector: Any) -> Any:
+        """The sum of all lanes, a scalar: halves are added until one lane is left."""
+        left = self.lanes
+        while left > 1:
+            left //= 2
+            low = self._shuffle(vector, list(range(left)))
+            high = self._shuffle(vector, list(range(left, 2 * left)))
+            vector = self.builder.fadd(low, high)
+        return self.builder.extract_element(vector, I32(0))
 
     def maximum(self, a: Any, b: Any) -> Any:
         """The larger lane, ``b`` where either is not a number."""
@@ -259,10 +269,12 @@ class EntryLoop:
         self._builder.position_at_end(self._done)
 
 
-_TILES = (16, 8, 4, 3, 2, 1)
-
-
-def over_columns(code: VectorCode, width: Any, emit: Callable[[Any, int, Any], None]) -> None:
+def over_columns(
+    code: VectorCode,
+    width: Any,
+    emit: Callable[[Any, int, Any], None],
+    tiles: Sequence[int] = (16, 8, 4, 3, 2, 1),
+) -> None:
     """Cut ``width`` (int64) columns into tiles of vectors and emit the code of each size.
 
     ``emit(column, count, left)`` is called once a size: a tile begins at ``column`` and has
@@ -270,7 +282,7 @@ def over_columns(code: VectorCode, width: Any, emit: Callable[[Any, int, Any], N
     """
     builder, lanes = code.builder, code.lanes
     place = cgutils.alloca_once_value(builder, I64(0))
-    for count in _TILES:
+    for count in tiles:
         head, body, done = (
             builder.append_basic_block(f"columns{count}.{part}")
             for part in ("head", "body", "done")

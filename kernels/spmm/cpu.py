@@ -38,10 +38,9 @@ def spmm_extreme(csr: Csr, x: Tensor, *, largest: bool) -> tuple[Tensor, Tensor]
     argument = empty(out.shape, np.int32 if csr.nnz < 2**31 else np.int64)
     indptr, indices = csr.indptr.numpy(), csr.indices.numpy()
     results = (out.reshape(-1), argument.reshape(-1))
-    rows = _max_rows if largest else _min_rows
 
     def loop(first: int, end: int) -> None:
-        rows(first, end, indptr, indices, source, *results, width)
+        _extreme_rows(first, end, indptr, indices, source, *results, width, largest)
 
     over_rows(indptr, width, loop)
     return torch.from_numpy(out).to(x.dtype), torch.from_numpy(argument)
@@ -97,27 +96,26 @@ def _sum_rows(
 
 
 @numba.njit(cache=True, nogil=True)
-def _max_rows(
-    first: Any, end: Any, indptr: Any, indices: Any, x: Any, out: Any, argument: Any, width: Any
+def _extreme_rows(
+    first: Any,
+    end: Any,
+    indptr: Any,
+    indices: Any,
+    x: Any,
+    out: Any,
+    argument: Any,
+    width: Any,
+    largest: Any,
 ) -> None:
     for row in range(first, end):
-        if indptr[row] == indptr[row + 1]:
+        start, stop = indptr[row], indptr[row + 1]
+        if start == stop:
             out[row * width : (row + 1) * width] = 0
             argument[row * width : (row + 1) * width] = -1
+        elif largest:
+            extreme_row(x, indices, out, argument, start, stop, width, row, ">")
         else:
-            extreme_row(x, indices, out, argument, indptr[row], indptr[row + 1], width, row, ">")
-
-
-@numba.njit(cache=True, nogil=True)
-def _min_rows(
-    first: Any, end: Any, indptr: Any, indices: Any, x: Any, out: Any, argument: Any, width: Any
-) -> None:
-    for row in range(first, end):
-        if indptr[row] == indptr[row + 1]:
-            out[row * width : (row + 1) * width] = 0
-            argument[row * width : (row + 1) * width] = -1
-        else:
-            extreme_row(x, indices, out, argument, indptr[row], indptr[row + 1], width, row, "<")
+            extreme_row(x, indices, out, argument, start, stop, width, row, "<")
 
 
 @numba.njit(cache=True, nogil=True)

@@ -21,7 +21,8 @@ from dtrain.kernels.simd import (
     over_columns,
 )
 
-_AHEAD = 8  # entries between the request for a row of x and its use
+_EXTREME_TILES = (8, 4, 3, 2, 1)  # each vector with one of positions beside it, in 32 registers
+_FAR, _NEAR = 32, 16  # entries between the request for a narrow or wide tile of x and its use
 
 
 @intrinsic
@@ -43,9 +44,7 @@ def sum_row(
     divided by the number of entries.
     """
     weighted = not isinstance(weight, types.NoneType)
-    signature = types.void(
-        x, indices, weight, out, types.int64, types.int64, types.int64, types.int64, types.boolean
-    )
+    signature = types.void(x, indices, weight, out, *[types.int64] * 4, types.boolean)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, indices, out = (
@@ -148,7 +147,7 @@ def extreme_row(
                 code.store(loop.carried[i], out, to, masks[i])
                 code.store(loop.carried[count + i], argument, to, masks[i])
 
-        over_columns(code, width, tile)
+        over_columns(code, width, tile, _EXTREME_TILES)
         return context.get_dummy_value()
 
     return signature, generate
@@ -164,7 +163,7 @@ class _Source:
     def begin(self, entry: Any, column: Any, count: int) -> Any:
         """Index in ``x`` of the entry's row from ``column`` on; a later entry's is requested."""
         builder = self._code.builder
-        ahead = builder.add(entry, I64(_AHEAD))
+        ahead = builder.add(entry, I64(_FAR if count <= 2 else _NEAR))
         ahead = builder.select(builder.icmp_signed("<", ahead, self._last), ahead, self._last)
         later = self._place(ahead, column)
         for i in range(0, count, 2 if self._code.narrow else 1):

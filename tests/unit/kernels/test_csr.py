@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -51,3 +53,33 @@ def test_head_and_dense_of_sparse_rows(graph: Csr) -> None:
         assert torch.equal(rows.head(count).to_dense(), rows.to_dense()[:count])
     if graph.nnz:
         assert rows.to_dense().sum() == rows.values.sum()
+
+
+def test_weights_in_the_order_of_columns_are_kept_until_they_change(large: Csr) -> None:
+    perm = large.transpose()[1]
+    weight = torch.arange(1.0, large.nnz + 1)
+    first = large.by_column(weight)
+    assert torch.equal(first, weight[perm])
+    assert large.by_column(weight) is first
+    weight.mul_(2)
+    changed = large.by_column(weight)
+    assert torch.equal(changed, weight[perm])
+    other = weight.clone()
+    other[0] = 7
+    assert torch.equal(large.by_column(other), other[perm])
+    # Weights that are learnt change at every step: not kept, and without gradients.
+    learnt = weight.clone().requires_grad_()
+    assert torch.equal(large.by_column(learnt), weight[perm])
+    assert large.by_column(learnt) is not large.by_column(learnt)
+    assert not large.by_column(learnt).requires_grad
+
+
+def test_kept_weights_do_not_keep_the_tensor_and_are_not_taken_for_another(large: Csr) -> None:
+    perm = large.transpose()[1]
+    for value in (1.0, 2.0):
+        # The second may lie where the first one lay.
+        weight = torch.full((large.nnz,), value)
+        assert torch.equal(large.by_column(weight), weight[perm])
+        alive = weakref.ref(weight)
+        del weight
+        assert alive() is None

@@ -31,6 +31,21 @@ def test_backward_has_the_same_mask() -> None:
     assert torch.autograd.gradcheck(lambda x: dropout(x, 0.3, KEY), x[:4, :4])
 
 
+def test_same_bits_for_any_number_of_threads() -> None:
+    # Enough to be shared out, and no multiple of a vector.
+    x = torch.randn(1501, 101)
+    threads = torch.get_num_threads()
+    try:
+        runs = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            runs.append(dropout(x, 0.3, KEY))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(runs[0], run) for run in runs[1:])
+    torch.testing.assert_close(runs[0], reference.dropout(x, 0.3, KEY))
+
+
 @pytest.mark.parametrize("p", [0.25, 0.6])
 def test_share_mean_and_independence_of_keys(p: float) -> None:
     x = torch.ones(400_000)

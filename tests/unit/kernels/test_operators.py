@@ -126,6 +126,17 @@ def _with_gradients(operator: Operator, csr: Csr, arguments: list[Tensor]) -> li
 @EACH
 @pytest.mark.parametrize("width", [1, 7])
 def test_equals_reference_in_float64(name: str, width: int, graph: Csr) -> None:
+    _compare(name, width, graph)
+
+
+@EACH
+@pytest.mark.parametrize("graph", ["random", "star"], indirect=True)
+def test_rows_of_many_vectors_and_a_part_equal_the_reference(name: str, graph: Csr) -> None:
+    # 245 columns of float64 are tiles of 16, 8, 4 and 2 vectors and 5 lanes of one more.
+    _compare(name, 245, graph)
+
+
+def _compare(name: str, width: int, graph: Csr) -> None:
     operator, reference, make = OPERATORS[name]
     arguments = make(graph, width, torch.float64)
     found = _with_gradients(operator, graph, arguments)
@@ -170,6 +181,27 @@ def test_bfloat16_is_computed_in_float32(name: str, graph: Csr) -> None:
     assert all(a.dtype == torch.bfloat16 for a in found)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.float(), b, rtol=0.03, atol=0.05)
+
+
+@pytest.mark.parametrize("graph", ["random", "star"], indirect=True)
+def test_more_heads_than_a_vector_of_them(graph: Csr) -> None:
+    # 11 heads: one full group of 8 and 3 of the next.
+    arguments = [
+        _random(graph.num_cols, 11, 5, dtype=torch.float64),
+        _random(graph.num_cols, 11, dtype=torch.float64),
+        _random(graph.num_rows, 11, dtype=torch.float64),
+    ]
+    for p in (0.0, 0.4):
+        options = ATTENTION | {"p": p}
+        found = _with_gradients(lambda *a: gat(*a, **options), graph, arguments)  # noqa: B023
+        reference = Attention(**options)
+        expected = _with_gradients(
+            lambda *a: gat_reference.forward(*a, reference)[0],  # noqa: B023
+            graph,
+            arguments,
+        )
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
 def test_rows_do_not_depend_on_the_rows_around_them(large: Csr) -> None:
