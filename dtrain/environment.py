@@ -18,6 +18,19 @@ from dtrain.errors import DtrainError
 DEFAULT_GRACE_S = 25.0
 """Below torchrun's own 30 s, so that a trainer is ended by its supervisor and never by torchrun."""
 
+_PER_WORKER = frozenset(
+    (
+        "RANK",
+        "LOCAL_RANK",
+        "ROLE_RANK",
+        "TORCHELASTIC_ERROR_FILE",
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+    )
+)
+"""What tells one worker of a node from another, and is not looked at when modules are imported."""
+
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/dev/accel")
 
 
@@ -160,6 +173,20 @@ def with_variables(
 ) -> dict[str, str]:
     """This process's environment with ``variables``, for a process to be started."""
     return dict(environ) | dict(variables)
+
+
+def replace_variables(variables: Mapping[str, str]) -> None:
+    """Make ``variables`` the whole environment of this process."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The part of the environment in which the workers of one agent agree.
+
+    An empty list of devices stays in it: libraries then take the node for one without any.
+    """
+    return {name: value for name, value in environ.items() if name not in _PER_WORKER or not value}
 
 
 def real_graphs(environ: Mapping[str, str] = os.environ) -> Path | None:

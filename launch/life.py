@@ -33,8 +33,7 @@ class Hang:
 class LifeEnd:
     """How a trainer ended. ``exit_code``: None where nobody saw it. ``lived_s``: since its start.
 
-    ``began``: it had said by its heartbeat what it does. ``lingers``: the kernel has not let go of
-    the killed process yet.
+    ``began``: it had said by its heartbeat what it does.
     """
 
     report: Report | None
@@ -42,7 +41,6 @@ class LifeEnd:
     hang: Hang | None
     lived_s: float
     began: bool
-    lingers: bool
 
     @property
     def reason(self) -> str:
@@ -120,7 +118,6 @@ class Life:
             hang=self._hang,
             lived_s=time.monotonic() - self._began_s,
             began=sign.progress_s > 0,
-            lingers=self._trainer.lingers,
         )
 
     def _tell_to_leave(self) -> None:

@@ -10,6 +10,14 @@ from types import FrameType, TracebackType
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+class StopRequested(Exception):
+    """A stop signal came during a wait for something else."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
 class StopSignals:
     """While entered, SIGTERM and SIGINT make ``fileno()`` readable and do nothing else.
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 from dtrain.config import Config
 from dtrain.deepspeed_options import zero_stage
@@ -33,14 +33,15 @@ from dtrain.environment import (
 )
 from dtrain.errors import DtrainError
 from dtrain.launch.completion import Completion
+from dtrain.launch.fork_client import ForkClient, PreloadError
+from dtrain.launch.handover import STANDARD, Handover
 from dtrain.launch.jobfile import JobFile
 from dtrain.launch.lease import Lease
 from dtrain.launch.life import Hang, Life, LifeEnd
-from dtrain.launch.process import PreloadError, StartMethod, TrainerProcess
+from dtrain.launch.process import Spawner, Starter, TrainerProcess
 from dtrain.launch.request import CheckedRun, RunRequest, check
 from dtrain.launch.respawn import GiveUp, RespawnPolicy
-from dtrain.launch.scratch import ScratchFolder
-from dtrain.launch.signals import StopSignals
+from dtrain.launch.signals import StopRequested, StopSignals
 from dtrain.runfolder import RunFolder
 from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.spec import TrainerSpec
@@ -86,6 +87,7 @@ def supervise(
     forked.
     """
     started_s = time.time()
+    _open_streams()
     with StopSignals() as signals:
         try:
             place = worker_place()
@@ -98,16 +100,15 @@ def supervise(
         if place.worker == 0:
             _tell_address(folder, place)
         supervisor = _Supervisor(run, folder, place, wait_s, signals)
-        with ScratchFolder():
-            if preload is None:
-                preload = _preload(run.config)
-            end = supervisor.run(entry, preload)
-            code = _conclude(end, place, folder, started_s)
-            if supervisor.lingering:
-                # Multiprocessing would wait for it, for as long as a dead disk is dead, say.
-                sys.stderr.flush()
-                os._exit(code)
-        return code
+        end = supervisor.run(entry, _preload(run.config) if preload is None else preload)
+        return _conclude(end, place, folder, started_s)
+
+
+def _open_streams() -> None:
+    """Have all standard streams open, so that no other file gets their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) in STANDARD:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _preload(config: Config) -> tuple[str, ...]:
@@ -132,17 +133,21 @@ class _Supervisor:
         self._signals = signals
         self._completion = Completion(folder)
         self._policy = RespawnPolicy(run.config.robust)
-        self._method: StartMethod = "forkserver"
+        self._method: Literal["forkserver", "spawn"] = "forkserver"
         self._stop: signal.Signals | None = None
         self._life = 0
         self._incarnation = ""
-        self.lingering = False
 
     def run(self, entry: str, preload: Sequence[str]) -> _End:
         """Run one trainer after the other until the job is done or cannot go on in place."""
+        starter: Starter = ForkClient(self._folder.path, preload)
         while True:
             try:
-                end = self._live(entry, preload)
+                end = self._live(entry, starter)
+            except StopRequested as request:
+                self._stop = request.number
+                left = self._life > 1 and self._has_others
+                return self._left_without_trainer("before a trainer was forked", left)
             except PreloadError as error:
                 if self._life == 1:
                     return _End(1, "worker_died", str(error))
@@ -151,19 +156,16 @@ class _Supervisor:
                 verdict = self._after(end)
             if verdict is not None:
                 return verdict
+            if self._method == "spawn" and isinstance(starter, ForkClient):
+                starter.close()
+                starter = Spawner()
 
-    def _live(self, entry: str, preload: Sequence[str]) -> LifeEnd:
+    def _live(self, entry: str, starter: Starter) -> LifeEnd:
         self._life += 1
         robust = self._run.config.robust
         spec, heartbeat = self._spec(), Heartbeat()
-        trainer = TrainerProcess.start(
-            entry,
-            spec,
-            heartbeat,
-            method=self._method,
-            preload=preload,
-            debug=self._run.request.debug,
-        )
+        handover = Handover.of_this_process(entry, spec, self._run.request.debug)
+        trainer = TrainerProcess.start(handover, heartbeat, starter, self._signals)
         self._event(
             "trainer_started",
             f"{self._method} by its supervisor, restart {self._place.restart}",
@@ -185,7 +187,6 @@ class _Supervisor:
             self._tell_hang,
         )
         end, self._stop = life.watch(self._stop)
-        self.lingering |= end.lingers
         return end
 
     def _after(self, end: LifeEnd) -> _End | None:
@@ -255,13 +256,20 @@ class _Supervisor:
             if self._signals.wait(max(0.0, min(left_s, 1.0))):
                 self._stop = self._signals.take() or self._stop
             if self._stop is not None:
-                code = 0 if self._has_others else 128 + self._stop
-                kind = "trainer_left" if code == 0 else "trainer_stopped"
-                return _End(code, kind, f"{self._stop.name} came between two trainers")
+                return self._left_without_trainer("between two trainers", self._has_others)
             if left_s <= 0:
                 return None
             if self._completion.done():
                 return self._late()
+
+    def _left_without_trainer(self, when: str, left: bool) -> _End:
+        """The end of a supervisor that was told to stop while it had none; ``left``: the job goes
+        on without this worker."""
+        assert self._stop is not None
+        reason = f"{self._stop.name} came {when}"
+        if left:
+            return _End(0, "trainer_left", reason)
+        return _End(128 + self._stop, "trainer_stopped", reason)
 
     @property
     def _has_others(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import importlib
 import inspect
-import multiprocessing
 import os
+import select
 import signal
 import sys
 import traceback
@@ -51,16 +51,18 @@ def run_trainer(
     spec: TrainerSpec,
     reports: Connection,
     debug: bool,
+    lifeline: int,
     heartbeat: Heartbeat | None = None,
 ) -> None:
     """Run the trainer ``entry`` (``module:function``) and report how it ended.
 
     ``entry`` is called as ``entry(spec, heartbeat)`` if it takes two arguments, else as
-    ``entry(spec)``. ``heartbeat``: beats from here on.
+    ``entry(spec)``. ``lifeline``: the reading end of a pipe whose other end the supervisor alone
+    has; this process is killed when that closes. ``heartbeat``: beats from here on.
     The exit code is 0, 1, 2 (user error) or 143 (stopped); what counts is the report.
     """
     _take_signals()
-    _die_with_supervisor()
+    _die_with_supervisor(lifeline)
     if heartbeat is not None:
         heartbeat.start()
     if forked_after_cuda():
@@ -92,20 +94,18 @@ def _take_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _die_with_supervisor() -> None:
+def _die_with_supervisor(lifeline: int) -> None:
     """See to it that this process ends with its supervisor: nobody may write unsupervised.
 
-    The kernel sends SIGKILL when the supervisor's end of a pipe closes, because no thread of a
+    The kernel sends SIGKILL when the supervisor's end of the pipe closes, because no thread of a
     process that is stopped, or whose interpreter is locked, can see to it.
     """
-    supervisor = multiprocessing.parent_process()
-    if supervisor is None:
-        return
-    pipe = supervisor.sentinel
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    if not supervisor.is_alive():
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    closed = select.poll()
+    closed.register(lifeline, 0)
+    if closed.poll(0):
         # It ended before the kernel was asked.
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
+import mmap
+import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass
-from typing import Any
 
 _BEAT_S = 0.1
 _TEXT_BYTES = 120
@@ -42,18 +43,19 @@ class Sign:
 class Heartbeat:
     """Memory that a supervisor makes, hands to its trainer, and reads.
 
-    Picklable only while a process is being started, as multiprocessing's shared memory is.
+    It is a nameless file that travels as a descriptor: nothing is left of it, however its users
+    end.
     """
 
-    def __init__(self) -> None:
-        self._shared: Any = multiprocessing.get_context("forkserver").RawValue(_Shared)
-        self._stop = threading.Event()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_shared": self._shared}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._shared = state["_shared"]
+    def __init__(self, descriptor: int | None = None) -> None:
+        """New memory, or that behind another heartbeat's ``descriptor``, which this one then
+        owns."""
+        if descriptor is None:
+            descriptor = os.memfd_create("dtrain-heartbeat")
+            os.ftruncate(descriptor, ctypes.sizeof(_Shared))
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self._shared = _Shared.from_buffer(mmap.mmap(descriptor, ctypes.sizeof(_Shared)))
         self._stop = threading.Event()
 
     def read(self) -> Sign:

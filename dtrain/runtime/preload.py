@@ -1,6 +1,6 @@
 """What the process that trainers are forked from does once, so that no trainer does it again.
 
-Multiprocessing's fork server can only import modules, so importing this one does the work: it loads
+The fork server only imports modules, so importing this one does the work: it loads
 numba's registries, which pull in scipy and take more time than a trainer needs for all else.
 Nothing is executed that would start threads or touch a device, neither of which survives a fork.
 """

@@ -42,7 +42,10 @@ class Workshop:
     def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
         """Start a command in a session of its own, as torchrun starts its workers."""
         environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-        environment |= {"PYTHONPATH": str(HERE), "TMPDIR": str(self.temporary)} | variables
+        # Where the tests themselves find the package, if they were told.
+        paths = [variables.pop("PYTHONPATH", str(HERE)), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = ":".join(path for path in paths if path)
+        environment |= {"TMPDIR": str(self.temporary)} | variables
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=self.path,

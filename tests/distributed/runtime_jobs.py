@@ -22,6 +22,12 @@ JOIN_S = 120.0
 ENTRY = "dtrain.runtime.worker:trainer_main"
 
 
+def _train(entry: str, spec: TrainerSpec, reports: Any) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    run_trainer(entry, spec, reports, True, parent.sentinel)
+
+
 class Job:
     """One attempt of a run: its trainers, and the store they meet in."""
 
@@ -57,7 +63,7 @@ class Job:
             json_output=False,
             progress=False,
         )
-        process = self._context.Process(target=run_trainer, args=(self._entry, spec, writer, True))
+        process = self._context.Process(target=_train, args=(self._entry, spec, writer))
         process.start()
         writer.close()
         if worker == len(self.processes):

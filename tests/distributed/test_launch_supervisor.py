@@ -85,8 +85,8 @@ def test_a_trainer_that_is_done_but_does_not_end_is_killed(workshop: Workshop) -
 def test_a_killed_supervisor_takes_all_with_it(workshop: Workshop, trainer: str) -> None:
     supervisor = workshop.supervise(trainer)
     process = workshop.wait_for_trainer()
-    # With its fork server, the resource tracker and the shell that removes the sockets.
-    assert len(workshop.living()) == 5
+    # With its fork server.
+    assert len(workshop.living()) == 3
     if trainer == "stays":
         process.suspend()
     supervisor.kill()
