@@ -34,7 +34,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dtrain.launch.handover import DESCRIPTORS, STANDARD, become_trainer
 
@@ -148,7 +148,7 @@ def preload(modules: Sequence[str]) -> None:
             importlib.import_module(module)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> NoReturn:
     """Be the fork server; ``arguments`` as in the module's docstring."""
     _, _, descriptor, *modules = arguments
     # Where the agent ignores it, the kernel would reap trainers before their exit code is read.
@@ -160,6 +160,8 @@ def main(arguments: Sequence[str]) -> None:
         preload(modules)
         _let_go_of_streams()
         ForkServer(listener).serve()
+    # There is nothing to finalise, which takes a moment with torch in memory.
+    os._exit(0)
 
 
 def _let_go_of_streams() -> None:

@@ -118,7 +118,7 @@ def targets(kind: str, how: str, supervisor_pid: int, trainer_pid: int) -> list[
     agent = processes.agent_of(supervisor_pid)
     if kind == "node":
         # The agent first: it must not report the ends of the others.
-        return [agent, *processes.descendants_of(agent)]
+        return [agent, *processes.below_agent(agent)]
     return [agent]
 
 

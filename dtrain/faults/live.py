@@ -144,9 +144,13 @@ def _living(event: dict[str, Any]) -> LiveTrainer | None:
     if _elsewhere(event) or not processes.is_alive(pid):
         return None
     # A number that was given to another process since: that one started later.
-    if processes.started_at(pid) > event["time"] + 1.0:
+    began_s = processes.started_at(pid)
+    if began_s > event["time"] + 1.0:
         return None
-    if supervisor not in processes.ancestors_of(pid):
+    # It ends with its supervisor, which is older.
+    if not processes.is_alive(supervisor) or processes.started_at(supervisor) > began_s:
+        return None
+    if pid == supervisor:
         return None
     return LiveTrainer(event["worker"], pid, supervisor, event.get("incarnation", ""))
 

@@ -1,7 +1,7 @@
 """The processes around a trainer, found through ``/proc``: supervisor, torchrun agent, store host.
 
-A trainer's supervisor is a child of the torchrun agent of its node; the trainer descends from the
-supervisor (through the process it was forked from).
+A trainer's supervisor is a child of the torchrun agent of its node; the trainer is a child of the
+fork server that the agent's supervisors share.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dtrain.errors import DtrainError
 
 _PROC = Path("/proc")
 _LISTEN = "0A"
+_FORK_SERVER = "dtrain.launch.fork_server"
 
 
 class NoSuchProcessError(DtrainError):
@@ -43,14 +44,6 @@ def started_at(pid: int) -> float:
     return booted + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def ancestors_of(pid: int) -> list[int]:
-    """Parents of a process, nearest first."""
-    found = []
-    while (pid := parent_of(pid)) > 0:
-        found.append(pid)
-    return found
-
-
 def descendants_of(pid: int) -> list[int]:
     """Children of a process and theirs, each after its parent."""
     children: dict[int, list[int]] = {}
@@ -63,6 +56,22 @@ def descendants_of(pid: int) -> list[int]:
         found += below
         todo += below
     return found
+
+
+def below_agent(agent: int) -> list[int]:
+    """All processes of a torchrun agent but itself: supervisors, fork servers, trainers.
+
+    A fork server is known by its command line: it outlives the supervisor that started it.
+    """
+    orphans = [
+        int(entry.name)
+        for entry in _PROC.iterdir()
+        if entry.name.isdigit() and f" -m {_FORK_SERVER} {agent} " in _command_line(entry)
+    ]
+    below = descendants_of(agent)
+    for pid in orphans:
+        below += [new for new in (pid, *descendants_of(pid)) if new not in below]
+    return below
 
 
 def marked(variable: str) -> list[int]:
@@ -81,11 +90,7 @@ def marked(variable: str) -> list[int]:
 
 def command_of(pid: int) -> str:
     """The command line, shortened; empty when there is no such process."""
-    try:
-        raw = (_PROC / str(pid) / "cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return raw.replace(b"\0", b" ").decode(errors="replace").strip()[:120]
+    return _command_line(_PROC / str(pid)).strip()[:120]
 
 
 def counts_of(pid: int) -> tuple[int, int] | None:
@@ -148,6 +153,14 @@ def signal_all(pids: list[int], number: signal.Signals) -> None:
     for pid in [p for p in pids if p != own] + [p for p in pids if p == own]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _command_line(process: Path) -> str:
+    try:
+        raw = (process / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return raw.replace(b"\0", b" ").decode(errors="replace")
 
 
 def _stat(pid: int) -> list[str]:
