@@ -8,8 +8,10 @@ has every stage, from the newest durable checkpoint or the initial weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from dtrain.scheduler.events import Announcement
 from dtrain.scheduler.plan import Plan
@@ -93,21 +95,47 @@ def kept(announcement: Announcement, stage: int, settlement: Settlement) -> str 
 
 
 def transfers(
-    plan: Plan, settlement: Settlement, members: Sequence[Announcement]
+    plan: Plan,
+    settlement: Settlement,
+    members: Sequence[Announcement],
+    domains: Mapping[int, Sequence[str]] | None = None,
 ) -> tuple[Transfer, ...]:
     """The states that must move before ``plan`` can run, in stage and then target order.
 
-    A holder that has the state in any way does not ask.
+    A holder that has the state in any way does not ask. Who does is served by the worker that has
+    it and shares most failure ``domains`` with it (the same node before the same rack), and of
+    those by the one that sends least so far.
     """
     if settlement.tier == 2:
         return ()
     by_worker = {a.peer.worker: a for a in members}
-    return tuple(
-        Transfer(stage, settlement.sources[stage], worker)
-        for stage, holders in enumerate(plan.holders)
-        for worker in holders
-        if kept(by_worker[worker], stage, settlement) is None
-    )
+    sends: Counter[int] = Counter()
+    found = []
+    for stage, holders in enumerate(plan.holders):
+        has = {w for w, a in by_worker.items() if kept(a, stage, settlement) is not None}
+        for target in holders:
+            if target in has:
+                continue
+            source = min(
+                has,
+                key=lambda w: (
+                    -_shared(domains, w, target),
+                    sends[w],
+                    w != settlement.sources[stage],
+                    w,
+                ),
+            )
+            sends[source] += 1
+            found.append(Transfer(stage, source, target))
+    return tuple(found)
+
+
+def _shared(domains: Mapping[int, Sequence[str]] | None, a: int, b: int) -> int:
+    """How many failure domains, from the largest on, two workers share."""
+    if domains is None:
+        return 0
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(domains[a], domains[b], strict=False))
+    return sum(1 for _ in pairs)
 
 
 def _can_be_at(veterans: Sequence[Announcement], step: int) -> tuple[list[int], list[int]]:

@@ -61,11 +61,6 @@ class Gathering:
         self._tensors = tensors
         self._reduction = reduction
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what is on its way."""
-        return sum(t.numel() * t.element_size() for t in self._tensors.values())
-
     def done(self) -> bool:
         """Whether :meth:`wait` has nothing to wait for."""
         return self._reduction is None or self._reduction.done()

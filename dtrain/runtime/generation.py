@@ -38,6 +38,10 @@ from dtrain.scheduler.membership import Announcement, Peer
 from dtrain.scheduler.planner import first_plan
 from dtrain.scheduler.recovery import Settlement, kept, settle, transfers
 from dtrain.scheduler.relayout import replan_or_relayout
+from dtrain.scheduler.risk import RiskLedger
+
+_FAILURE_COSTS_S = 1.0
+"""What a failure takes from a worker's work: its absence and what is done again."""
 
 
 @dataclass
@@ -104,8 +108,23 @@ class Holdings:
         return {
             "plan": self.plan.as_json(),
             "slowness": sorted(self.slowness.items()),
+            "risk": sorted(self.risk().items()),
             "costs": None if costs is None else [costs.forward, costs.backward],
         }
+
+    def risk(self) -> dict[int, float]:
+        """The share of its work that each worker's failures are expected to waste.
+
+        Rounded, so that only a worker that fails again and again differs from the others.
+        """
+        progress, ledger = self.progress, RiskLedger()
+        passed_s = progress.seconds / max(1, progress.step)
+        for worker, steps in progress.departures.items():
+            for step in steps:
+                ledger.record(step * passed_s, int(worker), "crash")
+        workers = [int(w) for w in progress.departures]
+        share = ledger.wasted_share(progress.seconds, workers, _FAILURE_COSTS_S)
+        return {w: round(value, 3) for w, value in share.items() if round(value, 3) > 0}
 
     def vote(self) -> tuple[float, float] | None:
         """(loss, norm) of the newest step whose full vote was seen here, unless one is pending
@@ -226,10 +245,11 @@ class Generation:
                 stayed = {a.peer.worker for a in veterans}
                 self._departed = sorted(set(former.workers) - stayed)
                 slowness = {w: factor for w, factor in old["slowness"] if w in stayed}
+                risk = {w: share for w, share in old["risk"] if w in self.peers}
                 if old["costs"] is not None:
                     forward, backward = (tuple(map(tuple, table)) for table in old["costs"])
                     self.costs = StepCosts(forward, backward)
-                self.cluster = Cluster(domains=self.domains, slowness=slowness)
+                self.cluster = Cluster(slowness, risk, self.domains)
                 return replan_or_relayout(
                     former, list(self.peers), self.number, reason, self.costs, self.cluster
                 )
@@ -256,7 +276,7 @@ class Generation:
             return self._from_checkpoint(held)
         step = settlement.step
         assert step is not None
-        moves = transfers(self.plan, settlement, self.members)
+        moves = transfers(self.plan, settlement, self.members, self.domains)
         for move in moves:
             if move.source == me and move.target != me:
                 self.around.injector.reach("join", step, stage=move.stage)

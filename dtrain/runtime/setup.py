@@ -55,6 +55,13 @@ class Job:
         """The shape of each of the model's layers."""
         return [layer_shape(layer) for layer in self.layers]
 
+    @property
+    def sharded_bytes(self) -> int:
+        """Most bytes that ZeRO shards of the model: two moments and a master copy in float32."""
+        return 12 * sum(
+            p.numel() for layer in self.layers for p in layer.parameters() if p.requires_grad
+        )
+
     def parameter_names(self, layer_range: range | None = None) -> list[str]:
         """Trainable parameters as ``layers.{i}.{name}``, in the model's order."""
         return [

@@ -35,7 +35,8 @@ from dtrain.scheduler.membership import Peer
 # A copy may still be on its way when the next one is taken, and workers may be a step apart.
 _KEPT_STEPS = 3
 _POLL_S = 0.002
-_SMALL_BYTES = 4 << 20
+_SMALL_BYTES = 8 << 20
+"""Of sharded state of the whole model, which takes a few milliseconds to gather."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -59,6 +60,7 @@ class Snapshots:
         self._holdings = generation.holdings
         self._every = generation.around.job.config.robust.snapshot_every
         self._sharded = sharded
+        self._at_once = sharded and generation.around.job.sharded_bytes <= _SMALL_BYTES
         plan, me = generation.plan, generation.around.me.worker
         keepers = {s: self._keeper(s) for s in range(plan.num_stages)}
         self._send = {
@@ -111,7 +113,11 @@ class Snapshots:
         self._finish(wait=True)
         for stage in sorted(self._holdings.engines):
             self._begin_stage(step, stage)
-        self._finish(wait=all(b.gathering.num_bytes <= _SMALL_BYTES for b in self._begun))
+        self._finish(wait=self._at_once)
+        if self._at_once:
+            # Nobody begins the next step before all have this one: its loss costs no other step.
+            assert self._generation.comm is not None
+            self._generation.comm.all_reduce(torch.zeros(1))
         if self._keep:
             self._awaited.append(step)
         self._taken = [*self._taken[-1:], step]

@@ -32,7 +32,8 @@ class Best:
 class Progress:
     """How far the run is; the same on every worker at a step boundary.
 
-    ``step``: committed steps. ``seeds_trained``: seed nodes of all of them. ``schedule``: the
+    ``step``: committed steps. ``seconds``: what they took together, the workers' mean.
+    ``seeds_trained``: seed nodes of all of them. ``schedule``: the
     learning-rate schedule. ``evaluated``: newest step that was evaluated. ``generations``:
     memberships so far. ``steps_replayed``: steps begun, discarded and run again.
     ``steps_skipped``: steps left out. ``vote``: (loss, gradient norm) of the newest step.
@@ -42,6 +43,7 @@ class Progress:
     """
 
     step: int = 0
+    seconds: float = 0.0
     seeds_trained: int = 0
     schedule: dict[str, Any] = field(default_factory=dict)
     best: Best | None = None

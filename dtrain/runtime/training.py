@@ -256,6 +256,7 @@ class Training:
         """Book a committed step, and do what is due."""
         progress = self._holdings.progress
         self._holdings.commit(outcome.step, outcome.seeds)
+        progress.seconds += outcome.mean_s
         progress.vote = None if outcome.skipped else (outcome.loss, outcome.norm)
         if outcome.skipped:
             progress.steps_skipped += 1

@@ -27,7 +27,7 @@ from dtrain.runtime.inputs import Prefetcher
 from dtrain.scheduler import Action, Plan
 from dtrain.scheduler.balance import StepTimes
 
-_ASKED = 5
+_ASKED = 6
 """Entries of a ballot for what its worker says of the step and asks of all."""
 
 
@@ -51,7 +51,8 @@ class Outcome:
     ``loss``: mean over the step's seeds; ``norm``: L2 norm of the exact gradient over all stages;
     ``regroup``: somebody waits to be let in; ``leaving``: how many workers ask to leave; ``save``,
     ``snapshot``: somebody asks for one; ``skipped``: the gradient was not finite, and the weights
-    stay as they were. ``times``: what every action took on its executor.
+    stay as they were. ``mean_s``: seconds that the workers took to come to the vote, in the mean;
+    ``times``: what every action took on its executor.
     """
 
     step: int
@@ -62,6 +63,7 @@ class Outcome:
     leaving: int
     save: bool
     snapshot: bool
+    mean_s: float
     step_time_s: float
     skipped: bool
     times: StepTimes
@@ -76,6 +78,7 @@ class _Ballot:
     leaving: int
     save: bool
     snapshot: bool
+    mean_s: float
     times: StepTimes
 
 
@@ -156,7 +159,7 @@ class StepTransaction:
         at = recorder.phase("sum", at)
         self._phase("vote", step, waiting=True)
         reach("vote", step)
-        ballot = self._vote(grads, attempt, wishes, bad=bad)
+        ballot = self._vote(grads, attempt, wishes, began, bad=bad)
         if ballot.bad:
             self.pending = None
             self._bad_gradient(attempt)
@@ -179,6 +182,7 @@ class StepTransaction:
             ballot.leaving,
             ballot.save,
             ballot.snapshot,
+            ballot.mean_s,
             took,
             ballot.bad,
             ballot.times,
@@ -225,6 +229,7 @@ class StepTransaction:
         grads: Mapping[int, Sequence[Tensor]],
         attempt: Attempt,
         wishes: Wishes,
+        began: float,
         *,
         bad: bool,
     ) -> _Ballot:
@@ -244,7 +249,8 @@ class StepTransaction:
                 for name, grad in zip(self._engines[stage].names, tensors, strict=True):
                     square = grad.double().square().sum()
                     ballot[microbatches + self._position[name]] = square
-        asked = (bad, wishes.regroup, wishes.leave, wishes.save, wishes.snapshot)
+        seconds = time.perf_counter() - began
+        asked = (bad, wishes.regroup, wishes.leave, wishes.save, wishes.snapshot, seconds)
         ballot[squares:] = torch.tensor(asked, dtype=torch.float64)
         for (stage, microbatch), work in attempt.work.items():
             ahead = attempt.seconds[Action("F", stage, microbatch)]
@@ -253,7 +259,7 @@ class StepTransaction:
             times[:, stage, microbatch] = told
         whole.copy_(self._comm.all_reduce(whole))
         values = ballot.tolist()
-        any_bad, regroup, leaving, save, snapshot = (round(v) for v in values[squares:])
+        any_bad, regroup, leaving, save, snapshot = (round(v) for v in values[squares:-1])
         norm = math.sqrt(math.fsum(values[microbatches:squares])) if not any_bad else math.nan
         return _Ballot(
             math.fsum(values[:microbatches]),
@@ -263,5 +269,6 @@ class StepTransaction:
             leaving,
             save > 0,
             snapshot > 0,
+            values[-1] / len(self._plan.workers),
             StepTimes(*times.tolist()),
         )

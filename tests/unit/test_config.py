@@ -30,8 +30,8 @@ BAD: dict[str, str] = {
     "model given as module:attribute",
     "checkpoint.every_steps=often": "checkpoint.every_steps: expected a whole number of at least "
     "0, or auto, got 'often'",
-    "memory.limit=much": "memory.limit: expected bytes, or a number with KiB, MiB, GiB, kB, MB, GB, "
-    "got 'much'",
+    "memory.limit=much": "memory.limit: expected bytes, or a number with KiB, MiB, GiB, kB, "
+    "MB, GB, got 'much'",
     "robust.snapshot_every=0": "robust.snapshot_every: expected a whole number of at least 1, or "
     "auto, got 0",
     "parallel.stages=3": "parallel.stages: expected at most model.layers = 2, got 3; use fewer "

@@ -85,12 +85,18 @@ class Cluster:
     """Workers 0 and 1 hold stage 0, 2 and 3 stage 1; two nodes, or what ``nodes`` says."""
 
     def __init__(
-        self, every: int = 1, nodes: str = "abab", holders: Any = ((0, 1), (2, 3))
+        self,
+        every: int = 1,
+        nodes: str = "abab",
+        holders: Any = ((0, 1), (2, 3)),
+        sharded_bytes: int = 1 << 30,
     ) -> None:
+        self.sharded_bytes = sharded_bytes
         self.mail = Mail()
         self.nodes, self.every = nodes, every
         self.fault = FaultFlag()
-        self.gathered, self.num_bytes = True, 1 << 30
+        self.gathered = True
+        self.barriers = 0
         self.holdings = [
             SimpleNamespace(engines={}, snapshots={}, progress=Progress()) for _ in nodes
         ]
@@ -110,24 +116,26 @@ class Cluster:
             generation: Any = SimpleNamespace(
                 holdings=mine,
                 fault=self.fault,
+                comm=SimpleNamespace(all_reduce=self._barrier),
                 plan=plan,
                 domains={w: (node,) for w, node in enumerate(self.nodes)},
                 peers={w: Peer(w, "life") for w in plan.workers},
                 around=SimpleNamespace(
-                    job=SimpleNamespace(config=config),
+                    job=SimpleNamespace(config=config, sharded_bytes=self.sharded_bytes),
                     me=SimpleNamespace(worker=worker),
                     transport=self.mail.of(worker),
                 ),
             )
             self.snapshots.append(Snapshots(generation, sharded=True))
 
+    def _barrier(self, _: Tensor) -> None:
+        self.barriers += 1
+
     def _begin_state(self, step: int) -> tuple[StageState, Any]:
         """The state of a step, of which a part comes only when ``gathered`` says so."""
         whole = state(step)
         shards = {"optim/w": whole.tensors.pop("optim/w")}
-        return whole, SimpleNamespace(
-            done=lambda: self.gathered, wait=lambda: shards, num_bytes=self.num_bytes
-        )
+        return whole, SimpleNamespace(done=lambda: self.gathered, wait=lambda: shards)
 
     def step(self, to: int, **how: bool) -> None:
         for mine, snapshots in zip(self.holdings, self.snapshots, strict=True):
@@ -150,15 +158,13 @@ class Cluster:
 
 
 def test_what_is_small_is_gathered_at_once() -> None:
-    cluster = Cluster()
-    cluster.gathered = False
-    cluster.step(1)
-    assert cluster.kept(0) == []
-    cluster.num_bytes = 1000
-    cluster.step(2)
-    assert (2, 0) in cluster.kept(0)
-    assert (2, 1) in cluster.kept(2)
-    cluster.check()
+    for size, kept in ((1 << 30, []), (1 << 20, [(1, 0)])):
+        cluster = Cluster(sharded_bytes=size)
+        cluster.gathered = False
+        cluster.step(1)
+        assert [key for key in cluster.kept(0) if key[1] == 0] == kept
+        assert cluster.barriers == 4 * len(kept)
+        cluster.check()
 
 
 def test_copies_go_to_a_worker_that_does_not_hold_the_stage() -> None:

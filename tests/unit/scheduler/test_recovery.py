@@ -128,3 +128,14 @@ def test_nothing_moves_to_who_has_it_and_newcomers_get_all_they_hold() -> None:
 def test_the_plan_of_the_newest_generation_that_anybody_entered_is_the_base() -> None:
     assert base_generation([at(0, 0, since=0)]) is None
     assert base_generation([at(3, 0, since=4), at(1, 0, since=5), at(2, 0, since=5)]) == (5, 1)
+
+
+def test_a_newcomer_is_served_from_its_own_node_and_senders_take_turns() -> None:
+    members = [at(w, 5, (0,)) for w in range(4)] + [at(w, 0, since=0) for w in range(4, 8)]
+    settled = settle(members, 1, sharded=False)
+    plan = make_plan(Layout((0, 2), 8), range(8), 2)
+    assert plan.holders == (tuple(range(8)),)
+    node = {w: ("rack", "b" if w in (2, 3, 4, 5) else "a") for w in range(8)}
+    found = transfers(plan, settled, members, node)
+    assert [(m.source, m.target) for m in found] == [(2, 4), (3, 5), (0, 6), (1, 7)]
+    assert [m.source for m in transfers(plan, settled, members)] == [0, 1, 2, 3]
