@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from dtrain.checkpoint.archives import Archives
 from dtrain.checkpoint.catalog import Catalog
 from dtrain.checkpoint.errors import CheckpointError
 from dtrain.checkpoint.exchange import Exchange, tell_all
@@ -48,7 +49,9 @@ class SaveJob:
         exchange: Exchange,
         step: int,
         progress: Mapping[str, Any],
+        archives: Archives,
     ) -> None:
+        self._archives = archives
         self._files = files
         self._exchange = exchange
         self._step = step
@@ -104,7 +107,7 @@ class SaveJob:
     ) -> dict[str, Any]:
         self._files.at("data.write")
         prefix = f"__{self._exchange.rank}_{token}_"
-        entries, digests = write_share(self._files, folder, prefix, tensors, plan)
+        entries, digests = write_share(self._files, folder, prefix, tensors, plan, self._archives)
         self._files.at("data.written")
         return {
             "entries": [[e.name, e.file, e.offset, e.length] for e in entries],

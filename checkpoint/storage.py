@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import contextvars
 import io
 import os
 import pickle
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import (
-    FileSystem,
-    FsspecReader,
-    FsspecWriter,
-)
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    _StorageInfo,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
-from torch.futures import Future
 
+from dtrain.checkpoint.archives import Archives
 from dtrain.checkpoint.errors import CheckpointError
 from dtrain.checkpoint.files import FileDigest, Files
 from dtrain.checkpoint.parallel import in_parallel
-from dtrain.checkpoint.plan import planner_of
 
 # A second file, and with it a second thread, pays for a share of at least this size.
 _BYTES_PER_FILE = 16 << 20
@@ -42,8 +30,6 @@ _READERS_REMOTE = 8
 # locally, calls for each of many small tensors.
 _RANGE_BYTES_LOCAL = 1 << 20
 _RANGE_BYTES_REMOTE = 16 << 20
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,36 +42,13 @@ class Entry:
     length: int
 
 
-class DurableFileSystem(FileSystem):
-    """DCP's view of :class:`Files`; remembers the digest of each file written through it.
-
-    The stock one syncs without flushing first, and calls the global ``sync`` for stores that
-    have no descriptor.
-    """
-
-    def __init__(self, files: Files) -> None:
-        super().__init__()
-        self.fs = files.fs
-        self.written: dict[str, FileDigest] = {}
-        self._files = files
-
-    @contextmanager
-    def create_stream(
-        self, path: str | os.PathLike[str], mode: str
-    ) -> Generator[io.IOBase, None, None]:
-        """Open a file: hashed, flushed and synced when it is written."""
-        full = os.fspath(path)
-        if "w" not in mode:
-            with self._files.fs.open(full, mode) as raw:
-                yield raw
-            return
-        with self._files.create(full) as stream:
-            yield cast(io.IOBase, stream)
-        self.written[full.rsplit("/", 1)[-1]] = stream.digest()
-
-
 def write_share(
-    files: Files, folder: str, prefix: str, tensors: Mapping[str, Tensor], plan: SavePlan
+    files: Files,
+    folder: str,
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    plan: SavePlan,
+    archives: Archives,
 ) -> tuple[list[Entry], dict[str, FileDigest]]:
     """Write what ``plan`` gives this worker; a worker with nothing to write makes no file.
 
@@ -98,16 +61,18 @@ def write_share(
         prefix: how the files' names begin; no other writer uses it.
         tensors: CPU tensors by name, which nobody changes meanwhile.
         plan: of DCP.
+        archives: of this store.
     """
-    if not plan.items:
+    mine = {item.index.fqn: tensors[item.index.fqn] for item in plan.items}
+    if not mine:
         return [], {}
     files.make_folder(folder)
-    shares = _split(plan, tensors)
+    archives.prepare(mine.values())
+    shares = _split(mine)
 
     def write(number: int) -> tuple[list[Entry], dict[str, FileDigest]]:
-        return files.retry.run(
-            lambda: _write_file(files, folder, f"{prefix}{number}_", tensors, shares[number])
-        )
+        path = f"{folder}/{prefix}{number}.distcp"
+        return files.retry.run(lambda: _write_file(files, path, shares[number], archives))
 
     parts = in_parallel([lambda n=n: write(n) for n in range(len(shares))], _FILES)  # type: ignore[misc]
     entries = [entry for part, _ in parts for entry in part]
@@ -115,50 +80,31 @@ def write_share(
     return entries, digests
 
 
-def _split(plan: SavePlan, tensors: Mapping[str, Tensor]) -> list[SavePlan]:
-    """The plan, or two of about the same size where it is large."""
-    size = {item.index.fqn: tensors[item.index.fqn].nbytes for item in plan.items}
-    count = max(1, min(_FILES, sum(size.values()) // _BYTES_PER_FILE, len(plan.items)))
-    shares: list[list[Any]] = [[] for _ in range(count)]
+def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The tensors, or two halves of about the same size where they are large."""
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    count = max(1, min(_FILES, total // _BYTES_PER_FILE, len(tensors)))
+    shares: list[dict[str, Tensor]] = [{} for _ in range(count)]
     filled = [0] * count
-    for item in sorted(plan.items, key=lambda item: -size[item.index.fqn]):
+    for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
         smallest = filled.index(min(filled))
-        shares[smallest].append(item)
-        filled[smallest] += size[item.index.fqn]
-    return [replace(plan, items=items) for items in shares]
+        shares[smallest][name] = tensors[name]
+        filled[smallest] += tensors[name].nbytes
+    return shares
 
 
 def _write_file(
-    files: Files, folder: str, prefix: str, tensors: Mapping[str, Tensor], plan: SavePlan
+    files: Files, path: str, tensors: Mapping[str, Tensor], archives: Archives
 ) -> tuple[list[Entry], dict[str, FileDigest]]:
-    # Nothing is copied ahead: the tensors are on the CPU already.
-    writer = FsspecWriter(files.root, sync_files=False, per_thread_copy_ahead=0)
-    stream = DurableFileSystem(files)
-    writer.fs = stream  # type: ignore[assignment]
-    writer.path = files.path(folder)
-    located = replace(plan, storage_data=_StoragePrefix(prefix))
-    planner = planner_of(tensors)
-    results = _without_crc32(lambda: writer.write_data(located, planner).wait())
-    entries = [
-        Entry(r.index.fqn, r.storage_data.relative_path, r.storage_data.offset, r.size_in_bytes)
-        for r in results
-    ]
-    return entries, stream.written
-
-
-def _without_crc32(function: Callable[[], T]) -> T:
-    """Call ``function`` while torch leaves the CRC-32 out of archives, which it never checks; the
-    SHA-256 of the file stands in.
-
-    Newer versions of torch keep the setting by context; where it is one of the whole process, it
-    is left as it was.
-    """
-    before = torch.serialization.get_crc32_options()
-    context = contextvars.copy_context()
-    context.run(torch.serialization.set_crc32_options, False)
-    if torch.serialization.get_crc32_options() != before:
-        torch.serialization.set_crc32_options(before)
-    return context.run(function)
+    file = path.rsplit("/", 1)[-1]
+    entries = []
+    with files.create(files.path(path)) as stream:
+        for name, tensor in tensors.items():
+            offset = stream.tell()
+            for piece in archives.pieces(tensor):
+                stream.write(piece)
+            entries.append(Entry(name, file, offset, stream.tell() - offset))
+    return entries, {file: stream.digest()}
 
 
 def dump_metadata(metadata: Metadata, entries: Sequence[Entry], folder: str) -> bytes:
@@ -186,27 +132,22 @@ def _origin(form: Any) -> torch.Size:
     return torch.Size([0] * len(form.size))
 
 
-class Reader(FsspecReader):
+class Reader:
     """Reads from a checkpoint whose metadata was read and checked before, in several threads.
 
-    The stock reader's way of reading metadata, unpickling without limits, is not used.
+    DCP's own readers read metadata by unpickling without limits.
     """
 
-    def __init__(self, files: Files, folder: str) -> None:
-        super().__init__(files.root)
-        self.fs = DurableFileSystem(files)  # type: ignore[assignment]
-        self.path = files.path(folder)
+    def __init__(self, files: Files, folder: str, metadata: Metadata) -> None:
+        self._where = metadata.storage_data
         self._files = files
         self._folder = folder
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Fetch the ranges that the plan needs, and no others."""
         ranges = self._ranges(plan.items)
         threads = _READERS_LOCAL if self._files.local else _READERS_REMOTE
         in_parallel([lambda r=r: self._read(r, planner) for r in ranges], threads)  # type: ignore[misc]
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _ranges(self, items: Sequence[ReadItem]) -> list[list[ReadItem]]:
         """The items by file and offset; in one list those that one request fetches."""
@@ -224,7 +165,7 @@ class Reader(FsspecReader):
         return ranges
 
     def _place(self, item: ReadItem) -> tuple[str, int, int]:
-        where = self.storage_data[item.storage_index]
+        where = self._where[item.storage_index]
         return where.relative_path, where.offset, where.length
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
@@ -270,13 +211,12 @@ class LoadTensors(DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn}: expected a tensor, got an object")
 
 
-def fill_tensors(tensors: dict[str, Tensor], reader: Reader, metadata: Metadata) -> None:
+def fill_tensors(tensors: dict[str, Tensor], files: Files, folder: str, metadata: Metadata) -> None:
     """Read into the given tensors as DCP's load does, without collectives.
 
     DCP's own ``load`` warns, through filters that all threads share, where it is alone.
     """
     planner = LoadTensors()
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.finish_plan(planner.create_local_plan())
-    reader.read_data(plan, planner).wait()
+    Reader(files, folder, metadata).read(plan, planner)

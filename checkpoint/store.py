@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dtrain.checkpoint import transaction
+from dtrain.checkpoint.archives import Archives
 from dtrain.checkpoint.catalog import Catalog
 from dtrain.checkpoint.errors import CheckpointError, CheckpointGoneError
 from dtrain.checkpoint.exchange import Alone, Exchange
@@ -27,7 +28,7 @@ from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.retry import Retry
 from dtrain.checkpoint.saving import SaveJob
 from dtrain.checkpoint.staging import Staging, on_cpu
-from dtrain.checkpoint.storage import Reader, fill_tensors
+from dtrain.checkpoint.storage import fill_tensors
 from dtrain.checkpoint.urls import reason
 from dtrain.errors import DtrainError
 
@@ -77,6 +78,7 @@ class CheckpointStore:
         self._files = Files(url, on_point, retry)
         self._catalog = Catalog(self._files)
         self._staging = Staging()
+        self._archives = Archives()
         self._last: PendingSave | None = None
         self.url = self._files.shown
 
@@ -272,7 +274,7 @@ class CheckpointStore:
         """
         group = exchange or Alone()
         self._wait_for_last(group)
-        job = SaveJob(self._files, self._catalog, group, step, progress)
+        job = SaveJob(self._files, self._catalog, group, step, progress, self._archives)
         held = _or_error(lambda: on_cpu(tensors))
         return self._run(job, held, group, retention or Retention(), on_warning or _log.warning)
 
@@ -303,7 +305,7 @@ class CheckpointStore:
         began = time.perf_counter()
         self._wait_for_last(group)
         pending.waited_s = time.perf_counter() - began
-        job = SaveJob(self._files, self._catalog, group, step, progress)
+        job = SaveJob(self._files, self._catalog, group, step, progress, self._archives)
         rule, report = retention or Retention(), on_warning or _log.warning
         self._files.at("stage.begin")
         held = _or_error(lambda: self._staging.copy(tensors, self._files.at))
@@ -408,7 +410,7 @@ class CheckpointStore:
 
     def _fill(self, info: CheckpointInfo, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
         try:
-            fill_tensors(tensors, Reader(self._files, info.name), metadata)
+            fill_tensors(tensors, self._files, info.name, metadata)
         except CheckpointError:
             raise
         except Exception as error:
