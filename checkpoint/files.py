@@ -19,13 +19,16 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from dtrain.checkpoint.retry import Retry
 from dtrain.checkpoint.urls import open_filesystem, redact
 
-# Large enough that hashing and reading, which free the interpreter, are nearly all of the work.
+# Small enough that what was just copied is still in the processor's cache when it is hashed: with
+# pieces of a few MiB the two together take half as long again. Large enough that hashing and
+# copying, which free the interpreter, are nearly all of the work.
+_PIECE_BYTES = 256 << 10
+# Of a store that is asked for each.
 _BLOCK_BYTES = 4 << 20
 # A file is handed to the disk in such portions while it is written, not all at once at its end.
 _BEHIND_BYTES = 16 << 20
-# Writes below the first size are gathered up to the second.
-_PIECE_BYTES = 64 << 10
-_GATHER_BYTES = 1 << 20
+# Writes below this size are gathered up to a piece.
+_GATHERED_BYTES = 64 << 10
 
 # On these, folders are only prefixes of names, and makedirs would try to create the bucket.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"})
@@ -47,10 +50,8 @@ def digest_of(data: bytes) -> FileDigest:
 class HashingStream:
     """A write-only stream that hashes and counts what passes.
 
-    An archive of torch comes in dozens of small pieces for each tensor; they are gathered, so that
-    hashing and writing, which let other threads run, are few calls. Flushing is left to the end.
-    The first failure is kept, because the archive writer of torch replaces it by one that does not
-    name the cause.
+    Small tensors, and what stands around large ones, are gathered, so that hashing and writing,
+    which let other threads run, are few calls. Flushing is left to the end.
     """
 
     def __init__(self, raw: Any, behind: Callable[[], None] | None = None) -> None:
@@ -61,18 +62,19 @@ class HashingStream:
         self._sha = hashlib.sha256()
         self._size = 0
         self._gathered = bytearray()
-        self.error: Exception | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Take all of ``data``; a store that takes less raises OSError, now or at a later call."""
         size = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
-        if size < _PIECE_BYTES:
+        if size < _GATHERED_BYTES:
             self._gathered += data
-            if len(self._gathered) >= _GATHER_BYTES:
+            if len(self._gathered) >= _PIECE_BYTES:
                 self.push()
         else:
             self.push()
-            self._put(data, size)
+            view = memoryview(data).cast("B")
+            for begin in range(0, size, _PIECE_BYTES):
+                self._put(view[begin : begin + _PIECE_BYTES])
         self._size += size
         return size
 
@@ -80,18 +82,14 @@ class HashingStream:
         """Hand on what was gathered."""
         if self._gathered:
             gathered, self._gathered = self._gathered, bytearray()
-            self._put(gathered, len(gathered))
+            self._put(memoryview(gathered))
 
-    def _put(self, data: bytes | bytearray | memoryview, size: int) -> None:
-        try:
-            written = self._raw.write(data)
-            if written is not None and written != size:
-                raise OSError(f"short write: {written} of {size} bytes")
-        except Exception as error:
-            self.error = self.error or error
-            raise
+    def _put(self, data: memoryview) -> None:
+        written = self._raw.write(data)
+        if written is not None and written != data.nbytes:
+            raise OSError(f"short write: {written} of {data.nbytes} bytes")
         if self._behind is not None:
-            self._waiting_bytes += size
+            self._waiting_bytes += data.nbytes
             if self._waiting_bytes >= _BEHIND_BYTES:
                 self._waiting_bytes = 0
                 self._behind()
@@ -100,12 +98,6 @@ class HashingStream:
     def tell(self) -> int:
         """Bytes taken so far."""
         return self._size
-
-    def flush(self) -> None:
-        """Do nothing: the file is flushed once, before it is closed."""
-
-    def close(self) -> None:
-        """Do nothing: the owner of the raw stream closes it."""
 
     def digest(self) -> FileDigest:
         """The digest of what was written, after the last :meth:`push`."""
@@ -219,7 +211,7 @@ class Files:
                 end = min(begin + _BLOCK_BYTES, size)
                 yield memoryview(self.read_range(name, begin, end))
             return
-        buffer = memoryview(bytearray(_BLOCK_BYTES))
+        buffer = memoryview(bytearray(_PIECE_BYTES))
         with open(self.path(name), "rb", buffering=0) as stream:
             while count := stream.readinto(buffer):
                 yield buffer[:count]
@@ -239,10 +231,8 @@ class Files:
             if self.local:
                 os.fsync(raw.fileno())
             raw.close()
-        except BaseException as error:
+        except BaseException:
             self._discard(raw, path)
-            if isinstance(error, Exception) and stream.error is not None:
-                raise stream.error from error
             raise
         self.at("file.closed")
 
