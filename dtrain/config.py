@@ -168,6 +168,9 @@ class MemoryConfig(Section):
     limit: int | None = Field(
         None, ge=1, description="bytes, or a number with MB, GB, MiB, GiB; none: no limit"
     )
+    feature_cache: float = Field(
+        0.0, ge=0, le=1, description="share of the feature rows that a worker keeps at hand"
+    )
 
     @field_validator("limit", mode="before")
     @classmethod

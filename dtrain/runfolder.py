@@ -42,7 +42,8 @@ class RunRecord:
     ``steps_lost``: steps that were committed and had to be trained again after a resume.
     ``seeds_trained``: seed nodes of all committed steps. Step times in seconds.
     ``device``: the devices' model, within which the weights are bit-identical. ``recoveries``: of
-    the newest ones, how many milliseconds each part took.
+    the newest ones, how many milliseconds each part took. ``feature_cache_hit_rate``: share of the
+    feature rows that the workers found in their caches, since each was started.
     """
 
     status: str
@@ -66,6 +67,7 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)
     run_dir: str = ""
     recoveries: list[dict[str, float]] = field(default_factory=list)
+    feature_cache_hit_rate: float | None = None
 
 
 class _ScalarWriter(Protocol):

@@ -138,7 +138,10 @@ class Budget:
         return peak + self.each.inputs() * self.microbatches <= self.limit
 
     def with_cache(self, wanted_bytes: int) -> Budget:
-        """The budget in which a cache of feature rows has what is left, at most what is wanted."""
+        """The budget in which a cache of feature rows has what is left, at most what is wanted.
+
+        The number of microbatches stays: it must not depend on the cache.
+        """
         peak = self.peak_bytes
         if self.limit is None or peak is None:
             return replace(self, cache_bytes=wanted_bytes)

@@ -6,8 +6,11 @@ is far away: on a remote store, or on a disk that is slower than memory.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,8 +18,15 @@ from torch import Tensor
 
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
+from dtrain.kernels.csr import SparseRows
 
-_EMPTY = -1
+
+class Features(Protocol):
+    """Where the rows of nodes' features come from."""
+
+    def gather_features(self, nodes: NDArray[np.int64]) -> Tensor | SparseRows:
+        """As :meth:`dtrain.data.store.GraphStore.gather_features`."""
+        ...
 
 
 @dataclass
@@ -33,69 +43,85 @@ class CacheUse:
 
 
 class FeatureCache:
-    """Keeps ``share`` of the rows of a store with dense features in memory.
+    """Keeps ``rows`` feature rows of a store in memory, those of the nodes of highest degree.
 
-    At first those of the nodes with the highest degree, which neighbour sampling meets most often;
-    :meth:`readmit` then goes by what was really asked for. ``use`` counts since the last admission.
-    Not safe to use from several threads.
+    Neighbour sampling meets these most often. They are read when a row is first asked for: a worker
+    that never asks has no cache. ``use`` counts from then on. Safe to use from several threads.
 
     Raises:
-        DtrainError: ``share`` outside (0, 1], or sparse features.
+        DtrainError: the store's features are sparse.
     """
 
-    def __init__(self, store: GraphStore, share: float) -> None:
-        if not 0 < share <= 1:
-            raise DtrainError(f"feature cache: expected a share in (0, 1], got {share}")
+    def __init__(self, store: GraphStore, rows: int) -> None:
         if store.meta.feature_format != "dense":
             raise DtrainError(
-                "feature cache: expected dense features, got sparse ones; leave the cache out"
+                "memory.feature_cache: expected none for a store of sparse features, got "
+                f"{rows} rows; leave it out"
             )
         self._store = store
-        self._size = max(1, int(share * store.num_nodes))
-        self._degree = store.in_degree()
-        self._asked = np.zeros(store.num_nodes, np.int64)
-        self._slot = np.full(store.num_nodes, _EMPTY, np.int32)
-        self._rows = torch.empty(self._size, store.meta.num_features)
+        self._size = min(rows, store.num_nodes)
+        self._lock = threading.Lock()
+        self._slot: NDArray[np.int32] | None = None
+        self._rows: NDArray[np.float32] = np.empty((0, store.meta.num_features), np.float32)
         self.use = CacheUse()
-        self._admit(self._hottest(self._degree))
 
-    def gather(self, nodes: NDArray[np.int64]) -> Tensor:
-        """Feature rows of ``nodes`` (int64 [n]), float32 [n, F], as ``gather_features`` gives."""
-        slots = self._slot[nodes]
-        hit = np.flatnonzero(slots != _EMPTY)
-        missed = np.flatnonzero(slots == _EMPTY)
-        np.add.at(self._asked, nodes, 1)
-        self.use.rows += len(nodes)
-        self.use.hits += len(hit)
+    def gather_features(self, nodes: NDArray[np.int64]) -> Tensor:
+        """Feature rows of ``nodes`` (int64 [n]), float32 [n, F], as the store gives them."""
+        nodes = np.ascontiguousarray(nodes, dtype=np.int64)
+        if len(nodes) and (nodes.min() < 0 or nodes.max() >= self._store.num_nodes):
+            # The store says what is wrong with them.
+            return _dense(self._store, nodes)
+        slot = self._filled()
         out = torch.empty(len(nodes), self._rows.shape[1])
-        out[torch.from_numpy(hit)] = self._rows[torch.from_numpy(slots[hit]).long()]
-        if len(missed):
-            out[torch.from_numpy(missed)] = self._fetch(nodes[missed])
+        missed = np.empty(len(nodes), np.int64)
+        count = _take(slot, nodes, self._rows, out.numpy(), missed)
+        if count:
+            out.numpy()[missed[:count]] = _dense(self._store, nodes[missed[:count]]).numpy()
+        with self._lock:
+            self.use.rows += len(nodes)
+            self.use.hits += len(nodes) - count
         return out
 
-    def readmit(self) -> None:
-        """Keep the rows asked for most so far, of equals those of higher degree."""
-        order = np.lexsort((-self._degree, -self._asked))
-        self._admit(np.sort(order[: self._size]))
-        self.use = CacheUse()
+    def _filled(self) -> NDArray[np.int32]:
+        """int32 [N]: where each node's row lies here, -1 for nowhere."""
+        with self._lock:
+            if self._slot is None:
+                # Of equal degrees the first; in order of their numbers, as they lie in the store.
+                order = np.argsort(-self._store.in_degree(), kind="stable")
+                hottest = np.sort(order[: self._size])
+                self._rows = _dense(self._store, hottest).numpy()
+                slot = np.full(self._store.num_nodes, -1, np.int32)
+                slot[hottest] = np.arange(self._size, dtype=np.int32)
+                self._slot = slot
+            return self._slot
 
-    def _hottest(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.sort(np.argsort(-counts, kind="stable")[: self._size])
 
-    def _admit(self, nodes: NDArray[np.int64]) -> None:
-        """Replace what is not among ``nodes`` by those that are not here yet."""
-        wanted = np.zeros(len(self._slot), bool)
-        wanted[nodes] = True
-        leaving = np.flatnonzero((self._slot != _EMPTY) & ~wanted)
-        free = np.setdiff1d(np.arange(self._size), self._slot[self._slot != _EMPTY])
-        places = np.concatenate([free, self._slot[leaving]]).astype(np.int32)
-        self._slot[leaving] = _EMPTY
-        coming = nodes[self._slot[nodes] == _EMPTY]
-        places = places[: len(coming)]
-        self._rows[torch.from_numpy(places).long()] = self._fetch(coming)
-        self._slot[coming] = places
+def cache_bytes(store: GraphStore, share: float) -> int:
+    """What a cache of ``share`` of a store's rows takes: the rows, and a number for each node."""
+    return int(share * store.num_nodes) * 4 * store.meta.num_features + 4 * store.num_nodes
 
-    def _fetch(self, nodes: NDArray[np.int64]) -> Tensor:
-        rows = self._store.gather_features(nodes)
-        assert isinstance(rows, Tensor)
-        return rows
+
+def rows_within(store: GraphStore, size_bytes: int) -> int:
+    """How many rows a cache of so many bytes has room for."""
+    row = 4 * store.meta.num_features
+    return max(0, size_bytes - 4 * store.num_nodes) // max(1, row)
+
+
+def _dense(store: GraphStore, nodes: NDArray[np.int64]) -> Tensor:
+    rows = store.gather_features(nodes)
+    assert isinstance(rows, Tensor)
+    return rows
+
+
+@numba.njit(cache=True, nogil=True)
+def _take(slot: Any, nodes: Any, rows: Any, out: Any, missed: Any) -> Any:
+    """Copy the rows that are here; the places of the others, and how many they are."""
+    count = 0
+    for i in range(len(nodes)):
+        at = slot[nodes[i]]
+        if at >= 0:
+            out[i] = rows[at]
+        else:
+            missed[count] = i
+            count += 1
+    return count

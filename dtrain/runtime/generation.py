@@ -476,7 +476,8 @@ class Generation:
 
     def _fetcher(self, plan: Plan) -> InputFetcher:
         job = self.around.job
-        return InputFetcher(job.source, job.store, plan, self.around.me.worker, job.device)
+        me = self.around.me.worker
+        return InputFetcher(job.source, job.store, plan, me, job.device, job.features)
 
     def prefetcher(self, former: Prefetcher | None = None) -> Prefetcher:
         """Inputs of all steps from the current one on; ``former``: an ended one, to be followed."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dtrain.data.batches import BatchSource
 from dtrain.data.block import Block
+from dtrain.data.features import Features
 from dtrain.data.store import GraphStore
 from dtrain.kernels.csr import SparseRows
 from dtrain.runtime.fault import FaultFlag
@@ -35,13 +36,23 @@ class MicrobatchInputs:
 
 
 class InputFetcher:
-    """Makes :class:`MicrobatchInputs`, a pure function of step, microbatch and plan."""
+    """Makes :class:`MicrobatchInputs`, a pure function of step, microbatch and plan.
+
+    ``features``: where feature rows come from, ``store`` if not given.
+    """
 
     def __init__(
-        self, source: BatchSource, store: GraphStore, plan: Plan, worker: int, device: torch.device
+        self,
+        source: BatchSource,
+        store: GraphStore,
+        plan: Plan,
+        worker: int,
+        device: torch.device,
+        features: Features | None = None,
     ) -> None:
         self._source = source
         self._store = store
+        self._features: Features = store if features is None else features
         self._device = device
         self._cuts = plan.layout.cuts
         self._stages: dict[int, list[int]] = {}
@@ -78,7 +89,7 @@ class InputFetcher:
         }
         features = labels = rows = None
         if min(stages) == 0:
-            features = self._store.gather_features(sample.input_nodes).to(self._device)
+            features = self._features.gather_features(sample.input_nodes).to(self._device)
         if max(stages) == len(self._cuts) - 2:
             labels = torch.from_numpy(self._store.labels[sample.seeds].astype("int64"))
             labels = labels.to(self._device)

@@ -12,6 +12,7 @@ from torch import nn
 from dtrain.config import Config
 from dtrain.data.batches import BatchSource
 from dtrain.data.budget import Budget
+from dtrain.data.features import FeatureCache, Features, cache_bytes, rows_within
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
@@ -27,6 +28,7 @@ class Job:
     ``layers`` tell names and shapes; ``total_steps`` is where the run ends; ``identity`` is
     what decides its result; ``layout_reason``: why the layout is as it is, where it was chosen.
     ``config.parallel.microbatches`` is already what ``memory.limit`` asks for, as ``budget`` tells.
+    ``features``: the store, or a cache in front of it.
     """
 
     config: Config
@@ -39,6 +41,7 @@ class Job:
     identity: dict[str, Any]
     device: torch.device
     budget: Budget
+    features: Features
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -92,13 +95,19 @@ def prepare_job(config: Config, local_rank: int, workers: int) -> Job:
     device = _device(config, local_rank)
     store = GraphStore.open(config.data.store, config.data.cache_dir)
     config, budget = within_memory(config, store)
+    features: Features = store
+    if config.memory.feature_cache > 0:
+        budget = budget.with_cache(cache_bytes(store, config.memory.feature_cache))
+        features = FeatureCache(store, rows_within(store, budget.cache_bytes))
     source = batch_source(config, store, keep=budget.keeps_fixed())
     meta = store.meta
     layers = build_layers(config.model, meta.num_features, meta.num_classes, config.seed)
     _check_layers(layers)
     layout, reason = job_layout(config, source, layers, workers)
     steps, identity = total_steps(config, source), config.identity(store.fingerprint)
-    return Job(config, store, source, layers, layout, reason, steps, identity, device, budget)
+    return Job(
+        config, store, source, layers, layout, reason, steps, identity, device, budget, features
+    )
 
 
 def total_steps(config: Config, source: BatchSource) -> int:

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import CheckpointError, PendingSave, weights_sha256
 from dtrain.config import identity_digest
+from dtrain.data.features import CacheUse, FeatureCache
 from dtrain.errors import CannotGoOnError, LeftError, PeerLostError, ShutdownError
 from dtrain.evaluate import evaluate
 from dtrain.planning import balance_policy
@@ -460,12 +461,14 @@ class Training:
         """Final metrics, checkpoint and record; then all part."""
         generation, progress = self._generation, self._holdings.progress
         self._check_holders()
+        hit_rate = self._hit_rate()
         metrics, weights = self._evaluate()
         self._save(must=True)
         if weights is not None:
             if self._job.config.eval.select == "best" and progress.best is not None:
                 metrics = progress.best.metrics
             record = self._record("done", metrics, weights_sha256(weights))
+            record = replace(record, feature_cache_hit_rate=hit_rate)
             self._folder.write_run(record)
             self._event("run_done", f"{record.steps} steps committed", step=record.steps)
             self._folder.close()
@@ -486,6 +489,15 @@ class Training:
             generation.comm.abandon()
             return
         generation.comm.close()
+
+    def _hit_rate(self) -> float | None:
+        """Over all workers; None where no cache was asked for."""
+        cache, comm = self._job.features, self._generation.comm
+        if not isinstance(cache, FeatureCache):
+            return None
+        assert comm is not None
+        use = torch.tensor([cache.use.rows, cache.use.hits], dtype=torch.float64)
+        return CacheUse(*map(int, comm.all_reduce(use).tolist())).hit_rate
 
     def _check_holders(self) -> None:
         """All holders of a stage must hold the same bits; anything else is a bug of ours."""
