@@ -60,7 +60,7 @@ def test_a_run_resumes_in_another_shape_with_more_steps(
     shapes = [
         (3, [("train.max_steps", 12), ("parallel.stages", 3)]),
         (1, [("train.max_steps", 19), ("deepspeed.zero_optimization.stage", 2)]),
-        (4, [("parallel.stages", 1), ("deepspeed.zero_optimization.stage", 1)]),
+        (4, [("parallel.stages", 1), ("memory.feature_cache", 0.3)]),
     ]
     for workers, changes in shapes:
         record = trainers.train(merged(raw, changes), workers, "run")
@@ -69,6 +69,7 @@ def test_a_run_resumes_in_another_shape_with_more_steps(
     assert record["seeds_trained"] == wanted["seeds_trained"]
     assert record["steps_lost"] == 0
     assert record["generations"] == 4
+    assert 0 < record["feature_cache_hit_rate"] < 1
     assert losses(trainers.folder / "run") == losses(trainers.folder / "undisturbed")
 
 
