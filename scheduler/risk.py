@@ -83,7 +83,8 @@ class RiskLedger:
         """A fault of a worker. Crashes and hangs count towards its back-off."""
         self.joined(now_s, worker)
         history, policy = self._workers[worker], self.policy
-        history.rate.failed(now_s, WEIGHTS[fault])
+        # A run that went back to an older step tells of times before the newest fault.
+        history.rate.failed(max(now_s, history.rate.now_s), WEIGHTS[fault])
         if fault == "retry":
             return
         # Healthy is who has not failed since it was let in again.
@@ -111,7 +112,7 @@ class RiskLedger:
         """Expected faults per second."""
         history = self._workers.get(worker)
         rate = history.rate if history is not None else _rate(self.policy, now_s)
-        return rate.at(now_s).per_s()
+        return rate.at(max(now_s, rate.now_s)).per_s()
 
     def chance_of_fault(self, now_s: float, worker: int, horizon_s: float) -> float:
         """The probability, from 0 to 1, that the worker has a fault in the next ``horizon_s``."""

@@ -57,6 +57,14 @@ def test_who_fails_again_and_again_waits_longer_and_longer() -> None:
     assert ledger.admission(7).at_s == float("-inf")
 
 
+def test_faults_may_be_told_of_in_any_order() -> None:
+    """As by a run that went back to an older step."""
+    ledger = RiskLedger()
+    for time_s in (100.0, 90.0):
+        ledger.record(time_s, 1, "crash")
+    assert ledger.safest_first(80.0, [1, 2]) == [2, 1]
+
+
 def test_retries_make_nobody_wait() -> None:
     ledger = RiskLedger()
     for _ in range(5):
