@@ -137,6 +137,11 @@ class ParallelConfig(Section):
     memory_mib: int | None = Field(
         None, ge=1, description="a worker's memory for states and activations; none: no limit"
     )
+    recompute: Literal["auto", "all", "none"] = Field(
+        "auto",
+        description="activations are computed again in the backward instead of kept; auto: of the "
+        "stages for which memory_mib demands it",
+    )
     threads_per_worker: int = Field(1, ge=1)
     rebalance: bool = Field(
         True, description="share the work out anew as its costs and workers' speeds are measured"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -12,10 +12,12 @@ from dtrain.data.budget import Budget, microbatches_within
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
-from dtrain.scheduler import Cluster, Layout, StepCosts, even_cuts
+from dtrain.scheduler import Cluster, Layout, Plan, StepCosts, even_cuts
 from dtrain.scheduler.balance import BalancePolicy
 from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape, step_costs
 from dtrain.scheduler.cuts import StageCount, choose_stages
+from dtrain.scheduler.predict import peak_memory
+from dtrain.scheduler.search import recomputed
 
 _ADAM_BYTES = 16
 _SGD_BYTES = 8
@@ -124,6 +126,33 @@ def balance_policy(config: Config) -> BalancePolicy | None:
         return None
     bounded = config.parallel.memory_mib is not None or config.memory.limit is not None
     return BalancePolicy(search=not bounded)
+
+
+def recomputing(
+    config: Config,
+    plan: Plan,
+    shapes: Sequence[LayerShape],
+    sizes: Callable[[], Sequence[Sequence[BlockSize]]],
+) -> tuple[bool, ...]:
+    """For each stage, whether its activations are computed again in the backward.
+
+    By ``parallel.recompute``; left to ``auto``, the stages of workers that ``parallel.memory_mib``
+    is too little for, those that keep most first. ``sizes()``: of a step's blocks, as
+    :func:`block_sizes` gives them.
+    """
+    parallel, stages = config.parallel, range(plan.num_stages)
+    again = [parallel.recompute == "all"] * len(stages)
+    if parallel.recompute != "auto" or parallel.memory_mib is None:
+        return tuple(again)
+    costs = costs_of_sizes(config, CostModel(), "cpu", shapes, plan.layout.cuts, sizes())
+    most = parallel.memory_mib << 20
+    while True:
+        peak = peak_memory(plan, recomputed(costs, again))
+        held = {s for w in plan.workers if peak[w] > most for s in plan.stages_held(w)}
+        left = [s for s in held if not again[s] and any(costs.kept_bytes[s])]
+        if not left:
+            return tuple(again)
+        again[max(left, key=lambda s: (max(costs.kept_bytes[s]), -s))] = True
 
 
 def model_shapes(config: Config, store: GraphStore) -> list[LayerShape]:

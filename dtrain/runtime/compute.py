@@ -45,13 +45,25 @@ class _InFlight:
     loss: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What the forward of a microbatch was given."""
+
+    step: int
+    inputs: MicrobatchInputs
+    received: Rows | None
+    step_seeds: int
+
+
 class StageCompute:
     """Runs a stage's layers; keeps the activations of microbatches in flight.
 
     ``grads[m][i]`` is the gradient of ``engine.parameters[i]`` from microbatch ``m``; ``losses[m]``
     its share of the step's mean loss (last stage only). Both are emptied by :meth:`reset`.
     ``layer_seconds``: (layer, seconds) of the newest action. ``shapes``: of all the model's layers.
-    ``reference``: by which work is measured, one that is alike on all workers.
+    ``reference``: by which work is measured, one that is alike on all workers. ``recompute``: keep
+    what a microbatch's forward was given instead of its activations, and run it again in its
+    backward (activation checkpointing, Chen et al., 2016).
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class StageCompute:
         seed: int,
         *,
         is_last: bool,
+        recompute: bool = False,
     ) -> None:
         self._engine = engine
         self._layers = layers
@@ -71,6 +84,8 @@ class StageCompute:
         self._seed = seed
         self._is_last = is_last
         self._index = {id(p): i for i, p in enumerate(engine.parameters)}
+        self._recompute = recompute
+        self._given: dict[int, _Given] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self.grads: dict[int, list[Tensor | None]] = {}
         self.losses: dict[int, float] = {}
@@ -100,6 +115,7 @@ class StageCompute:
     def reset(self) -> None:
         """Forget the step: activations, gradients and losses."""
         self._in_flight.clear()
+        self._given.clear()
         self.grads.clear()
         self.losses.clear()
 
@@ -116,6 +132,17 @@ class StageCompute:
         ``received``: rows of the first layer's sources from the stage before, or None on stage 0.
         ``step_seeds``: seeds of the whole step, by which the loss of the last stage is divided.
         """
+        given = _Given(step, inputs, received, step_seeds)
+        if not self._recompute:
+            return self._forward(microbatch, given)
+        self._given[microbatch] = given
+        with torch.no_grad():
+            outputs = self._forward(microbatch, given)
+        del self._in_flight[microbatch]
+        return outputs
+
+    def _forward(self, microbatch: int, given: _Given) -> Rows:
+        step, inputs, received = given.step, given.inputs, given.received
         flight = self._in_flight[microbatch] = _InFlight()
         state: State
         if received is None:
@@ -129,7 +156,7 @@ class StageCompute:
             self._time(index, began)
         outputs = flight.segments[-1].outputs
         if self._is_last:
-            flight.loss = _loss(outputs, inputs, step_seeds)
+            flight.loss = _loss(outputs, inputs, given.step_seeds)
             self.losses[microbatch] = float(flight.loss.detach())
         return tuple(t.detach() for t in outputs)
 
@@ -138,6 +165,8 @@ class StageCompute:
 
         ``received``: gradients of the forward's float outputs, or None on the last stage.
         """
+        if self._recompute:
+            self._forward(microbatch, self._given.pop(microbatch))
         flight = self._in_flight.pop(microbatch)
         grads: list[Tensor | None] = [None] * len(self._index)
         if flight.loss is not None:

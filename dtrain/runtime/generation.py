@@ -12,6 +12,7 @@ from dtrain.checkpoint import CheckpointInfo
 from dtrain.deepspeed_options import zero_stage
 from dtrain.errors import DtrainError
 from dtrain.faults.injector import Injector
+from dtrain.planning import recomputing
 from dtrain.runtime.attempt import Links
 from dtrain.runtime.audit import Auditor
 from dtrain.runtime.comm import Communicator, Group
@@ -412,6 +413,7 @@ class Generation:
             self.around.recorder,
             self.around.model,
         )
+        self.recompute = recomputing(job.config, self.plan, job.shapes, lambda: job.sizes)
         reference = CostModel.of_learnt(progress.memory.get("costs", []))
         self._computes = {
             s: StageCompute(
@@ -421,6 +423,7 @@ class Generation:
                 reference,
                 job.config.seed,
                 is_last=s == self.plan.num_stages - 1,
+                recompute=self.recompute[s],
             )
             for s, engine in engines.items()
         }

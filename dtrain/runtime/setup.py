@@ -16,9 +16,9 @@ from dtrain.data.features import FeatureCache, Features, cache_bytes, rows_withi
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
-from dtrain.planning import batch_source, job_layout, layer_shape, within_memory
+from dtrain.planning import batch_source, block_sizes, job_layout, layer_shape, within_memory
 from dtrain.scheduler import Layout
-from dtrain.scheduler.costmodel import LayerShape
+from dtrain.scheduler.costmodel import BlockSize, LayerShape
 
 
 @dataclass
@@ -57,6 +57,11 @@ class Job:
     def shapes(self) -> list[LayerShape]:
         """The shape of each of the model's layers."""
         return [layer_shape(layer) for layer in self.layers]
+
+    @cached_property
+    def sizes(self) -> list[list[BlockSize]]:
+        """The sizes of the first step's blocks, ``[microbatch][layer]``."""
+        return block_sizes(self.source, 0, self.layout.microbatches)
 
     @property
     def sharded_bytes(self) -> int:

@@ -209,6 +209,7 @@ class Training:
             holders=[list(h) for h in plan.holders],
             executors=[list(e) for e in plan.executors],
             plan=plan.describe(),
+            recompute=[s for s, again in enumerate(generation.recompute) if again],
             predicted_peak_bytes=self._job.predicted_peak_bytes,
             tier=settlement.tier,
             settlement=settlement.reason,

@@ -105,7 +105,13 @@ def test_schedule_cut_redundancy_and_zero_2_change_nothing(
 @pytest.mark.timeout(200)
 def test_clusters_and_attention_keep_the_bits(trainers: Trainers, synthetic: str) -> None:
     raw = merged(SYNTHETIC, [("data.store", synthetic)])
-    found = hashes(trainers, raw, [(1, []), (2, []), (3, [("parallel.stages", 2)])])
+    cases: list[tuple[int, list[tuple[str, Any]]]] = [
+        (1, []),
+        (2, []),
+        (3, [("parallel.stages", 2)]),
+    ]
+    cases.append((2, [("parallel.stages", 2), ("parallel.recompute", "all")]))
+    found = hashes(trainers, raw, cases)
     assert len(set(found.values())) == 1, found
 
 
@@ -121,8 +127,11 @@ def test_a_users_model_with_two_tensors_and_torchs_dropout_keeps_the_bits(
         "parallel": {"microbatches": 2},
         "deepspeed": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
     }
+    again = ("parallel.recompute", "all")
     found = hashes(
-        trainers, raw, [(1, []), (2, [("parallel.stages", 2)]), (3, [("parallel.stages", 3)])]
+        trainers,
+        raw,
+        [(1, []), (2, [("parallel.stages", 2), again]), (3, [("parallel.stages", 3)])],
     )
     assert len(set(found.values())) == 1, found
 
