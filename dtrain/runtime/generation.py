@@ -219,7 +219,8 @@ class Generation:
         progress.generations += 1
         progress.departed(self._departed)
         if any(a.since > 0 for a in self.members):
-            progress.steps_replayed += max(0, before - progress.step) + settlement.replayed
+            begun = any(a.pending and not a.voted and a.committed == before for a in self.members)
+            progress.steps_replayed += max(0, before - progress.step) + begun
         self._build(states, progress)
         self._lap("engines")
         if any(a.since > 0 for a in self.members):
