@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 
 from dtrain.scheduler.costs import Cluster, StepCosts, scaled
@@ -43,7 +43,6 @@ class Assignment:
                 if w not in stay
             ]
         self.load = self._loads()
-        self.moved: set[int] = set()
         self.least = [min(row) for row in self.work]
         # What each executor has long had, made for a stage when it is first asked for, and what it
         # took over.
@@ -117,7 +116,6 @@ class Assignment:
     def _give(self, stage: int, microbatch: int, worker: int) -> None:
         self._hold(stage, worker)
         self.executors[stage][microbatch] = worker
-        self.moved.add(microbatch)
         pile = self.taken[stage].setdefault(worker, [])
         insort(pile, (self.work[stage][microbatch], microbatch))
         self.load[worker] += self._ticks(stage, microbatch, worker)
@@ -126,21 +124,71 @@ class Assignment:
         return bool(self.taken[stage].get(worker) or self.own(stage).get(worker))
 
     def fill_gaps(self) -> None:
-        """Find executors for the microbatches of lost workers, and a holder for every stage."""
+        """Find executors for what lost workers executed, and a holder for every stage.
+
+        A microbatch that lost an executor goes as a whole to the least busy worker of those that
+        are left of its route through the stages, or to another microbatch's route where that is
+        less busy. A gap that another pipeline's worker had to fill would make both pipelines wait
+        for each other; so routes stay apart, and few workers have to hold further stages.
+        """
         for s, held in enumerate(self.holders):
             if not held:
                 able = [w for w in self.members if self.fits(s, w)] or self.members
                 self._hold(s, min(able, key=lambda w: (self.load[w], w)))
-        ranked: dict[int, list[tuple[int, int]]] = {}
+        if not self.orphans:
+            return
+        torn = {m for _, m in self.orphans}
+        columns = list(zip(*self.executors, strict=True))
+        for m in torn:
+            for s, w in enumerate(columns[m]):
+                if w in self.load:
+                    self.load[w] -= self._ticks(s, m, w)
+        intact = {column for m, column in enumerate(columns) if m not in torn}
+        routes = _Least(self.load, intact)
+        holders = [_Least(self.load, ((w,) for w in held)) for held in self.holders]
         # Longest first (Graham, 1969), so that the short ones even out what the long ones left.
-        for s, m in sorted(self.orphans, key=lambda p: -self.work[p[0]][p[1]]):
-            if s not in ranked:
-                ranked[s] = [(self.load[w], w) for w in self.holders[s]]
-                heapify(ranked[s])
-            heap = ranked[s]
-            while heap[0][0] != self.load[heap[0][1]]:
-                heapreplace(heap, (self.load[heap[0][1]], heap[0][1]))
-            self._give(s, m, heap[0][1])
+        length = {m: sum(row[m] for row in self.work) for m in torn}
+        for m in sorted(torn, key=lambda m: (-length[m], m)):
+            for s, w in enumerate(self._route(m, columns[m], routes, holders)):
+                if w == columns[m][s]:
+                    self.load[w] += self._ticks(s, m, w)
+                else:
+                    self._give(s, m, w)
+
+    def _route(
+        self, m: int, column: tuple[int, ...], routes: _Least, holders: list[_Least]
+    ) -> tuple[int, ...]:
+        """The new route of a microbatch that lost an executor of ``column``."""
+        found = []
+        able = [w for w in set(column) & self.load.keys() if self._fits_all(w)]
+        if able:
+            found.append((min(able, key=lambda w: (self.load[w], w)),) * len(column))
+        other = routes.least()
+        if other is not None:
+            found.append(other)
+        if found:
+            return min(found, key=lambda route: self._end(m, route))
+        # There is neither: each gap is filled by itself.
+        filled = []
+        for s, w in enumerate(column):
+            least = holders[s].least()
+            assert least is not None, "every stage has a holder"
+            filled.append(w if w in self.load else least[0])
+        return tuple(filled)
+
+    def _fits_all(self, worker: int) -> bool:
+        """Whether a worker has the memory to hold the states of all stages."""
+        if not self.state_bytes:
+            return True
+        limit = self.cluster.memory_bytes.get(worker)
+        return limit is None or sum(self.state_bytes) <= limit
+
+    def _end(self, m: int, route: tuple[int, ...]) -> int:
+        """The load of the busiest worker of a route that takes a microbatch in."""
+        load = {w: self.load[w] for w in route}
+        for s, w in enumerate(route):
+            load[w] += self._ticks(s, m, w)
+        return max(load.values())
 
     def level(self, may_hold: bool = True) -> int:
         """Move microbatches as long as the busier of two workers gains; how many were moved.
@@ -314,6 +362,27 @@ class Assignment:
                 self.counts[dropped] -= 1
                 if self.state_bytes:
                     self.held_bytes[dropped] -= self.state_bytes[s]
+
+
+class _Least:
+    """Groups of workers by the load of the busiest, which only grows while this is in use."""
+
+    def __init__(self, load: Mapping[int, int], groups: Iterable[tuple[int, ...]]) -> None:
+        self._load = load
+        self._heap = [(self._busiest(group), group) for group in groups]
+        heapify(self._heap)
+
+    def _busiest(self, group: tuple[int, ...]) -> int:
+        return max([self._load[w] for w in group])
+
+    def least(self) -> tuple[int, ...] | None:
+        """The least busy group, None if there is none."""
+        heap = self._heap
+        if not heap:
+            return None
+        while (now := self._busiest(heap[0][1])) != heap[0][0]:
+            heapreplace(heap, (now, heap[0][1]))
+        return heap[0][1]
 
 
 def _known(cluster: Cluster) -> bool:

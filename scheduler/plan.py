@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B"]
 Schedule = Literal["1f1b", "gpipe"]
@@ -162,35 +162,3 @@ class Plan:
             layers = self.layout.layers_of(stage)
             parts.append(f"stage {stage} (layers {layers.start}-{layers.stop - 1}) on {who}")
         return "; ".join(parts)
-
-    def as_json(self) -> dict[str, Any]:
-        """What :func:`dtrain.scheduler.replan` needs of this plan, for a worker without it.
-
-        A plan is computed by every member for itself, from the former plan among other things, so
-        the former plan's planned starts are part of what all must agree on.
-        """
-        raw: dict[str, Any] = {
-            "workers": list(self.workers),
-            "holders": [list(held) for held in self.holders],
-            "executors": [list(runs) for runs in self.executors],
-        }
-        if isinstance(self.actions, Orders):
-            raw["forward"] = [list(row) for row in self.actions.forward]
-            raw["backward"] = [list(row) for row in self.actions.backward]
-        return raw
-
-    @classmethod
-    def from_json(
-        cls, raw: Mapping[str, Any], layout: Layout, generation: int, reason: str = ""
-    ) -> Plan:
-        """The plan that :meth:`as_json` describes. Without starts its orders are empty."""
-        workers = tuple(raw["workers"])
-        executors = _table(raw["executors"])
-        actions: Mapping[int, tuple[Action, ...]] = {}
-        if "forward" in raw:
-            actions = Orders(workers, executors, _table(raw["forward"]), _table(raw["backward"]))
-        return cls(generation, layout, workers, _table(raw["holders"]), executors, actions, reason)
-
-
-def _table(rows: Sequence[Sequence[int]]) -> Table:
-    return tuple(tuple(row) for row in rows)

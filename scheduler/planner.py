@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
 from dtrain.scheduler.assignment import Assignment
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
 from dtrain.scheduler.domains import Labels, dealt_over_domains, domain_labels, in_one_domain
-from dtrain.scheduler.insertion import reorder
 from dtrain.scheduler.order import Policy, order_actions
-from dtrain.scheduler.plan import Layout, Orders, Plan
-
-FULL_ORDER_ACTIONS = 4096
-"""Up to so many actions all are ordered anew by a replan: it takes some 20 ms."""
+from dtrain.scheduler.plan import Layout, Plan
 
 
 def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -190,19 +186,19 @@ def replan(
     cluster: Cluster = UNIFORM,
     policy: Policy | None = None,
 ) -> Plan:
-    """The plan for a changed membership that moves as little as it can.
+    """The plan for a changed membership, without moving more than it must.
 
-    Workers that stay keep the stages they hold and the microbatches they execute. A lost worker's
-    microbatches go to the stage's other holders, each to the one with the least work; a stage
-    without holders goes to the worker with the least work. Then the workers with the least work
-    take over single microbatches as long as that levels loads (without ``costs``, until they differ
-    by one at most): of stages they hold where that helps, else as further holders. Stages with too
-    few holders, or all of them in one failure domain, get standbys that hold the fewest stages, a
-    worker that holds none becomes a standby, surplus standbys are let go. Of a small plan all
-    actions are ordered anew; of a large one only the microbatches that moved are put elsewhere.
+    Workers that stay keep the stages they hold and the microbatches they execute. A microbatch that
+    lost an executor goes whole to a worker of what is left of its route through the stages, or to
+    another route, whichever has less to do; a stage without holders goes to the worker with the
+    least work. Then the workers with the least work take over single microbatches as long as that
+    levels loads (without ``costs``, until they differ by one at most): of stages they hold where
+    that helps, else as further holders. Stages with too few holders, or all of them in one failure
+    domain, get standbys that hold the fewest stages, a worker that holds none becomes a standby,
+    surplus standbys are let go. All actions are ordered anew.
 
-    Arguments are as in :func:`make_plan`; all members must agree on them, the old plan with its
-    planned starts included (:meth:`Plan.as_json`).
+    Arguments are as in :func:`make_plan`; all members must agree on them, and on the old plan's
+    workers, holders and executors.
 
     Raises:
         ValueError: there is no worker, or one is named twice, or the costs do not fit the layout.
@@ -221,26 +217,10 @@ def replan(
     work.drop_surplus(layout.redundancy)
     holders = tuple(tuple(sorted(held)) for held in work.holders)
     executors = tuple(tuple(runs) for runs in work.executors)
-    actions = _reordered(old, members, executors, work.moved, known, cluster, policy)
+    actions = order_actions(layout, members, executors, known, cluster, policy)
     said = [reason] if reason else []
     said += [f"without {gone}"] if gone else []
     said += [f"with new {new}"] if new else []
     said += [f"{moved} microbatches moved to level the load"] if moved else []
     why = "; ".join(said) or "nothing changed"
     return Plan(generation, layout, members, holders, executors, actions, why)
-
-
-def _reordered(
-    old: Plan,
-    members: tuple[int, ...],
-    executors: tuple[tuple[int, ...], ...],
-    moved: Iterable[int],
-    costs: StepCosts,
-    cluster: Cluster,
-    policy: Policy | None,
-) -> Orders:
-    layout, former, changed = old.layout, old.actions, set(moved)
-    small = 2 * layout.num_stages * layout.microbatches <= FULL_ORDER_ACTIONS
-    if small or not isinstance(former, Orders) or 8 * len(changed) > layout.microbatches:
-        return order_actions(layout, members, executors, costs, cluster, policy)
-    return reorder(layout, members, executors, former, changed, costs, cluster)

@@ -11,7 +11,6 @@ from dtrain.scheduler.domains import dealt_over_domains
 from dtrain.scheduler.order import Policy, order_actions
 from dtrain.scheduler.plan import Layout, Orders, Plan
 from dtrain.scheduler.planner import (
-    FULL_ORDER_ACTIONS,
     checked_members,
     longest_first,
     make_plan,
@@ -134,24 +133,6 @@ def choose_replan(
     choice = _choose(drafts, costs, cluster, REPLAN_ACTIONS)
     plan = replace(choice.plan, reason=f"{choice.plan.reason}; {choice.reason}")
     return replace(choice, plan=plan)
-
-
-def best_replan(
-    old: Plan,
-    workers: Sequence[int],
-    generation: int,
-    reason: str,
-    costs: StepCosts,
-    cluster: Cluster = UNIFORM,
-) -> Plan:
-    """The plan to go on with after a fault: searched where it is small, else made at once.
-
-    Raises:
-        ValueError: as :func:`replan`.
-    """
-    if 2 * old.num_stages * old.layout.microbatches > FULL_ORDER_ACTIONS:
-        return replan(old, workers, generation, reason, costs, cluster)
-    return choose_replan(old, workers, generation, reason, costs, cluster).plan
 
 
 def reschedule(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Choice:

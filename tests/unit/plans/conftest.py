@@ -68,7 +68,9 @@ def recorded_run(config_file: Path, tmp_path: Path) -> Callable[..., str]:
             reason="first",
             generation=1,
             cuts=list(layout.cuts),
-            **{name: plan.as_json()[name] for name in ("workers", "holders", "executors")},
+            workers=plan.workers,
+            holders=plan.holders,
+            executors=plan.executors,
         )
         source, clock = batch_source(config, store), 100.0
         for step in range(steps):

@@ -15,7 +15,6 @@ from dtrain.scheduler.predict import predict
 from dtrain.scheduler.search import (
     BASELINE,
     Choice,
-    best_replan,
     choose_plan,
     choose_replan,
     recomputed,
@@ -136,17 +135,6 @@ def test_the_order_is_searched_for_a_steps_sizes_without_moving_anything() -> No
     assert choice.plan.executors == plan.executors
     assert choice.plan.holders == plan.holders
     assert choice.prediction.step_ticks < predict(plan, costs).step_ticks
-
-
-def test_a_large_plan_is_replanned_without_a_search() -> None:
-    layout = Layout(even_cuts(2, 2), 1100)
-    costs = uneven(2, 1100, 0)
-    old = make_plan(layout, range(300), 1, costs)
-    plan = best_replan(old, range(299), 2, "lost", costs)
-    assert "predicted" not in plan.reason
-    small = Layout(even_cuts(2, 2), 8)
-    old = make_plan(small, range(3), 1)
-    assert "predicted" in best_replan(old, range(2), 2, "lost", uneven(2, 8, 0)).reason
 
 
 @pytest.mark.parametrize(
