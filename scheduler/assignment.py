@@ -34,6 +34,7 @@ class Assignment:
         stay = set(members)
         self.holders = [set(held) & stay for held in old.holders]
         self.executors = [list(runs) for runs in old.executors]
+        self.newcomers = sorted(stay.difference(old.workers))
         self.orphans: list[tuple[int, int]] = []
         if not stay.issuperset(old.workers):
             self.orphans = [
@@ -126,18 +127,20 @@ class Assignment:
     def fill_gaps(self) -> None:
         """Find executors for what lost workers executed, and a holder for every stage.
 
-        A microbatch that lost an executor goes as a whole to the least busy worker of those that
-        are left of its route through the stages, or to another microbatch's route where that is
-        less busy. A gap that another pipeline's worker had to fill would make both pipelines wait
-        for each other; so routes stay apart, and few workers have to hold further stages.
+        Newcomers take the places of lost workers, one each. Else a microbatch that lost an executor
+        goes as a whole to the least busy worker of those that are left of its route through the
+        stages, or to another microbatch's route where that is less busy. A gap that another
+        pipeline's worker had to fill would make both pipelines wait for each other; so routes stay
+        apart, and few workers have to hold further stages.
         """
+        self._replace()
         for s, held in enumerate(self.holders):
             if not held:
                 able = [w for w in self.members if self.fits(s, w)] or self.members
                 self._hold(s, min(able, key=lambda w: (self.load[w], w)))
-        if not self.orphans:
-            return
         torn = {m for _, m in self.orphans}
+        if not torn:
+            return
         columns = list(zip(*self.executors, strict=True))
         for m in torn:
             for s, w in enumerate(columns[m]):
@@ -154,6 +157,19 @@ class Assignment:
                     self.load[w] += self._ticks(s, m, w)
                 else:
                     self._give(s, m, w)
+
+    def _replace(self) -> None:
+        """Let newcomers take over what lost workers executed."""
+        lost = sorted({self.executors[s][m] for s, m in self.orphans})
+        places = dict(zip(lost, self.newcomers, strict=False))
+        left = []
+        for s, m in self.orphans:
+            heir = places.get(self.executors[s][m])
+            if heir is not None and self.fits(s, heir):
+                self._give(s, m, heir)
+            else:
+                left.append((s, m))
+        self.orphans = left
 
     def _route(
         self, m: int, column: tuple[int, ...], routes: _Least, holders: list[_Least]

@@ -40,9 +40,28 @@ class Policy:
         return max(1, min(microbatches, num_stages - stage + self.ahead))
 
 
-def policy_of(layout: Layout) -> Policy:
-    """The policy that the layout names."""
-    return Policy(backwards_first=layout.schedule != "gpipe")
+def policy_of(layout: Layout, costs: StepCosts | None = None) -> Policy:
+    """The policy that the layout names, with the longest microbatches first where costs are known.
+
+    What is long then has company to overlap with, which at the end of the step it would not.
+    """
+    return Policy(layout.schedule != "gpipe", rank=longest_first(costs) if costs else ())
+
+
+def longest_first(costs: StepCosts) -> tuple[int, ...]:
+    """Precedence of microbatches by falling cost over all stages; empty where all cost the same."""
+    total = [sum(column) for column in zip(*costs.work(), strict=True)]
+    if min(total) == max(total):
+        return ()
+    return ranked(sorted(range(len(total)), key=lambda m: (-total[m], m)))
+
+
+def ranked(order: Sequence[int]) -> tuple[int, ...]:
+    """The place of each microbatch in ``order``."""
+    rank = [0] * len(order)
+    for place, m in enumerate(order):
+        rank[m] = place
+    return tuple(rank)
 
 
 def order_actions(
@@ -56,12 +75,14 @@ def order_actions(
     """Each worker's actions in order.
 
     The step is executed on paper with the predicted costs (a forward 1 and a backward 2 where none
-    are given); what a free worker starts first is next in its order. The limit in flight counts for
+    are given); what a free worker starts first is next in its order. ``policy``: None: that of
+    :func:`policy_of`. The limit in flight counts for
     each stage by itself, and a stage's backward needs only what later stages do: so the deepest
     stage that has something in flight can always go on, and everything gets its turn.
     """
     costs = costs or StepCosts.even(layout)
-    return _Paper(layout, workers, executors, costs, cluster, policy or policy_of(layout)).run()
+    policy = policy or policy_of(layout, costs)
+    return _Paper(layout, workers, executors, costs, cluster, policy).run()
 
 
 class _Pile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["F", "B"]
 Schedule = Literal["1f1b", "gpipe"]
@@ -162,3 +162,19 @@ class Plan:
             layers = self.layout.layers_of(stage)
             parts.append(f"stage {stage} (layers {layers.start}-{layers.stop - 1}) on {who}")
         return "; ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """What :func:`dtrain.scheduler.replan` needs of this plan, for a worker without it."""
+        return {
+            "workers": list(self.workers),
+            "holders": [list(held) for held in self.holders],
+            "executors": [list(runs) for runs in self.executors],
+        }
+
+    @classmethod
+    def from_json(
+        cls, raw: Mapping[str, Any], layout: Layout, generation: int, reason: str = ""
+    ) -> Plan:
+        """The plan that :meth:`as_json` describes, without orders of actions."""
+        holders, executors = (tuple(map(tuple, raw[name])) for name in ("holders", "executors"))
+        return cls(generation, layout, tuple(raw["workers"]), holders, executors, {}, reason)

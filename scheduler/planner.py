@@ -47,8 +47,8 @@ def make_plan(
     a stage if that can be avoided.
 
     ``costs``: what the step's actions take; None: all microbatches of all stages are alike.
-    ``policy``: the order of actions; None: the one that ``layout.schedule`` names. All members must
-    agree on every argument.
+    ``policy``: the order of actions; None: the one that ``layout.schedule`` names, with the longest
+    microbatches first where costs are known. All members must agree on every argument.
 
     Raises:
         ValueError: there is no worker, or one is named twice, or the costs do not fit the layout.
@@ -63,7 +63,7 @@ def make_plan(
         _with_standbys(primary, members, layout.redundancy, labels) for primary in primaries
     )
     executors = tuple(
-        longest_first(row, primary, cluster)
+        shared_out(row, primary, cluster)
         for row, primary in zip(known.work(), primaries, strict=True)
     )
     actions = order_actions(layout, members, executors, known, cluster, policy)
@@ -139,9 +139,7 @@ def _primaries(
     return out
 
 
-def longest_first(
-    row: Sequence[int], executors: Sequence[int], cluster: Cluster
-) -> tuple[int, ...]:
+def shared_out(row: Sequence[int], executors: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
     """Who executes each microbatch of a stage: longest first to the least load (Graham, 1969).
 
     ``row[m]``: ticks of microbatch ``m`` on the stage.
@@ -188,14 +186,15 @@ def replan(
 ) -> Plan:
     """The plan for a changed membership, without moving more than it must.
 
-    Workers that stay keep the stages they hold and the microbatches they execute. A microbatch that
-    lost an executor goes whole to a worker of what is left of its route through the stages, or to
-    another route, whichever has less to do; a stage without holders goes to the worker with the
-    least work. Then the workers with the least work take over single microbatches as long as that
-    levels loads (without ``costs``, until they differ by one at most): of stages they hold where
-    that helps, else as further holders. Stages with too few holders, or all of them in one failure
-    domain, get standbys that hold the fewest stages, a worker that holds none becomes a standby,
-    surplus standbys are let go. All actions are ordered anew.
+    Workers that stay keep the stages they hold and the microbatches they execute. Newcomers take
+    the places of lost workers. Otherwise a microbatch that lost an executor goes whole to a worker
+    of what is left of its route through the stages, or to another route, whichever has less to do;
+    a stage without holders goes to the worker with the least work. Then the workers with the least
+    work take over single microbatches as long as that levels loads (without ``costs``, until they
+    differ by one at most): of stages they hold where that helps, else as further holders. Stages
+    with too few holders, or all of them in one failure domain, get standbys that hold the fewest
+    stages, a worker that holds none becomes a standby, surplus standbys are let go. All actions are
+    ordered anew.
 
     Arguments are as in :func:`make_plan`; all members must agree on them, and on the old plan's
     workers, holders and executors.

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from dtrain.scheduler.assignment import Assignment
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
 from dtrain.scheduler.domains import dealt_over_domains
-from dtrain.scheduler.order import Policy, order_actions
+from dtrain.scheduler.order import Policy, longest_first, order_actions, ranked
 from dtrain.scheduler.plan import Layout, Orders, Plan
 from dtrain.scheduler.planner import (
     checked_members,
-    longest_first,
     make_plan,
     replan,
+    shared_out,
 )
 from dtrain.scheduler.predict import Prediction, excess_bytes, longest_sum, predict
 
@@ -213,7 +213,7 @@ def _whole(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
     """Every microbatch on one worker from the first stage to the last."""
     total = [sum(column) for column in zip(*costs.work(), strict=True)]
     order = dealt_over_domains(staged.workers, cluster)
-    runs = longest_first(total, order, cluster)
+    runs = shared_out(total, order, cluster)
     held = tuple(tuple(sorted(set(runs) | set(held))) for held in staged.holders)
     return _with(replace(staged, holders=held), (runs,) * costs.num_stages, costs, cluster)
 
@@ -286,7 +286,7 @@ class _Search:
         self.ideal = 0.0
         total = [sum(column) for column in zip(*costs.work(), strict=True)]
         self.total = sum(total)
-        self.longest = ranked(sorted(range(len(total)), key=lambda m: (-total[m], m)))
+        self.longest = longest_first(costs)
         self.shortest = ranked(sorted(range(len(total)), key=lambda m: (total[m], m)))
         self.chains = total
         self.found: list[_Candidate] = []
@@ -420,11 +420,3 @@ class _Search:
 
 def _sorted_by(rank: Sequence[int]) -> list[int]:
     return sorted(range(len(rank)), key=lambda m: rank[m])
-
-
-def ranked(order: Sequence[int]) -> tuple[int, ...]:
-    """The place of each microbatch in ``order``."""
-    rank = [0] * len(order)
-    for place, m in enumerate(order):
-        rank[m] = place
-    return tuple(rank)

@@ -15,8 +15,9 @@ def test_cases_beat_1f1b_and_come_near_the_bound(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schedule, "_SCALE", ((16, 16), (32, 32)))
-    monkeypatch.setattr(losses, "_SAMPLED", 6)
+    monkeypatch.setattr(losses, "_SAMPLED", 2)
     monkeypatch.setattr(losses, "_MICROBATCHES", 32)
+    monkeypatch.setattr(losses, "_SETTLED", 3)
     url = yaml.safe_load(config_file.read_text())["data"]["store"]
     said: list[str] = []
     found = schedule.bench_schedule(
@@ -27,11 +28,13 @@ def test_cases_beat_1f1b_and_come_near_the_bound(
     assert found.vs_1f1b_geomean <= 0.85
     assert found.vs_1f1b_max <= 1.0
     assert found.vs_lower_bound_geomean <= 1.1
-    assert found.losses.losses == 22
-    assert found.losses.below == 0
+    assert found.losses.losses == 18
+    assert found.losses.even_worst >= 0.95
+    assert found.losses.settled_below == 0
     assert found.losses.straggler <= 1.2
     assert found.losses.straggler_moved_back
     assert [row.workers for row in found.scale] == [16, 32]
+    assert all(row.replan_ms > row.little_ms for row in found.scale)
     assert any("lower bound" in line for line in schedule.summary(found))
     assert said
 

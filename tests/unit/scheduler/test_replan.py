@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -93,6 +94,9 @@ def test_any_sequence_of_memberships_gives_level_executable_plans(
             load = load_of(plan)
             assert max(load.values()) - min(load.values()) <= 1
         assert replan(old, sorted(workers, reverse=True), number) == plan
+        # A member that was not there computes the same from what it is told of the old plan.
+        told = Plan.from_json(json.loads(json.dumps(old.as_json())), layout, number - 1)
+        assert replan(told, sorted(workers), number) == plan
 
 
 @settings(max_examples=60, deadline=None)
