@@ -193,6 +193,8 @@ class ForkClient:
                 continue
             message, handles = self._receive(connection)
             if "pid" in message:
+                # What is left from others that had this number, and nobody asked for.
+                self._exit_codes.clear()
                 return message["pid"], handles[0]
             if "error" in message:
                 raise PreloadError(f"no trainer could be forked: {message['error']}")

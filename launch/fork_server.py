@@ -27,6 +27,7 @@ import errno
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -49,6 +50,13 @@ def same_user(connection: socket.socket) -> bool:
     return bool(struct.unpack("3i", raw)[1] == os.geteuid())
 
 
+def hung_up(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a connection has closed it, or has ended."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(0))
+
+
 class ForkServer:
     """Forks trainers for the supervisors that connect, until the last of them has gone."""
 
@@ -58,6 +66,14 @@ class ForkServer:
         self._trainers: dict[int, tuple[int, socket.socket]] = {}
         self._selector = selectors.DefaultSelector()
         self._watch(listener, self._accept)
+
+    def deserted(self) -> bool:
+        """Whether no supervisor is left of those that have connected so far."""
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        while poll.poll(0):
+            self._accept()
+        return all(hung_up(supervisor) for supervisor in self._supervisors)
 
     def serve(self) -> None:
         """Serve until no supervisor is connected and no trainer is left to be reaped."""
@@ -80,18 +96,17 @@ class ForkServer:
         self._watch(supervisor, self._receive, supervisor)
 
     def _receive(self, supervisor: socket.socket) -> None:
-        try:
-            request, descriptors, _, _ = socket.recv_fds(
-                supervisor, len(REQUEST), DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
-        except ConnectionError:
-            request, descriptors = b"", []
-        if not request:
+        if hung_up(supervisor):
+            # Nobody waits any more for what it may have asked for.
             self._selector.unregister(supervisor)
             self._supervisors.remove(supervisor)
             supervisor.close()
             return
+        descriptors: list[int] = []
         try:
+            _, descriptors, _, _ = socket.recv_fds(
+                supervisor, len(REQUEST), DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
             self._start(supervisor, descriptors)
         except OSError as error:
             _tell(supervisor, {"error": str(error)})
@@ -137,17 +152,6 @@ def _tell(supervisor: socket.socket, message: dict[str, Any], *descriptors: int)
         socket.send_fds(supervisor, [words], descriptors, socket.MSG_DONTWAIT)
 
 
-def preload(modules: Sequence[str]) -> None:
-    """Import what trainers will need.
-
-    What cannot be imported is left to the trainer: its own import says why, and names of modules
-    inside libraries differ from version to version.
-    """
-    for module in modules:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-
-
 def main(arguments: Sequence[str]) -> NoReturn:
     """Be the fork server; ``arguments`` as in the module's docstring."""
     _, _, descriptor, *modules = arguments
@@ -157,9 +161,16 @@ def main(arguments: Sequence[str]) -> NoReturn:
         Path("/proc/self/comm").write_text("fork-server")
     with socket.socket(fileno=int(descriptor)) as listener:
         listener.set_inheritable(False)
-        preload(modules)
+        server = ForkServer(listener)
+        for module in modules:
+            # What cannot be imported is left to the trainer: its own import says why, and names of
+            # modules inside libraries differ from version to version.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+            if server.deserted():
+                os._exit(0)
         _let_go_of_streams()
-        ForkServer(listener).serve()
+        server.serve()
     # There is nothing to finalise, which takes a moment with torch in memory.
     os._exit(0)
 

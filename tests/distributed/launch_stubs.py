@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -217,6 +218,29 @@ def joins(spec: TrainerSpec) -> None:
     unfinished = Path(spec.run_dir, f"unfinished-{spec.worker}")
     unfinished.write_text(json.dumps(place))
     unfinished.rename(Path(spec.run_dir, f"joined-{spec.worker}"))
+    leaves_alone(spec)
+
+
+def tells_place(spec: TrainerSpec) -> None:
+    """Says on its output what it has from its supervisor, and stays until it is told to leave."""
+    umask = os.umask(0)
+    os.umask(umask)
+    open_files = {}
+    for name in os.listdir("/proc/self/fd"):
+        # The one that listed them is closed again.
+        with contextlib.suppress(FileNotFoundError):
+            open_files[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    place = {
+        "rank": os.environ["RANK"],
+        "devices": os.environ["CUDA_VISIBLE_DEVICES"],
+        "folder": os.getcwd(),
+        "umask": umask,
+        "arguments": sys.argv,
+        "stdin": open_files[0],
+        "held": sorted(f.partition(":")[0] for number, f in open_files.items() if number > 2),
+    }
+    print(json.dumps(place), flush=True)
+    print(f"stderr of {spec.worker}", file=sys.stderr, flush=True)
     leaves_alone(spec)
 
 
