@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 from launch_workshop import HERE, Workshop, graph_store, until, workshop
 
+from dtrain.faults.processes import below_agent
+
 __all__ = ["graph_store", "workshop"]
 
 UMASKS = (0o022, 0o027)
@@ -100,6 +102,8 @@ def test_trainers_from_one_process_are_each_their_own_supervisors(workshop: Work
     (again,) = wait_for_trainers(workshop, stays)
     assert again.parent() == server
     assert imports(workshop) == 1
+    # A fault of the whole node finds those whose parent has ended, too.
+    assert {server.pid, again.pid, supervisors[stays].pid} <= set(below_agent(os.getpid()))
     assert [e["reason"] for e in workshop.events("worker_died")] == ["killed by SIGKILL"]
     supervisors[stays].terminate()
     out, err = supervisors[stays].communicate(timeout=20)

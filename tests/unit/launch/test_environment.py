@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from dtrain import environment
-from dtrain.environment import failure_domains, grace_s, trainer_variables, worker_place
+from dtrain.environment import (
+    failure_domains,
+    grace_s,
+    shared_variables,
+    trainer_variables,
+    worker_place,
+)
 from dtrain.errors import DtrainError
 
 TORCHRUN = {
@@ -91,3 +97,12 @@ def test_failure_domains_end_with_the_node() -> None:
         "rack17",
         "n1",
     )
+
+
+def test_workers_of_a_node_share_all_but_who_they_are() -> None:
+    other = TORCHRUN | {"RANK": "2", "LOCAL_RANK": "0"}
+    assert shared_variables(TORCHRUN) == shared_variables(other)
+    assert shared_variables(TORCHRUN)["MASTER_PORT"] == "29500"
+    assert shared_variables(TORCHRUN) != shared_variables(TORCHRUN | {"OMP_NUM_THREADS": "2"})
+    one, two, none = ({"CUDA_VISIBLE_DEVICES": devices} for devices in ("1", "2", ""))
+    assert shared_variables(one) == shared_variables(two) != shared_variables(none)
