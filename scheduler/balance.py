@@ -149,16 +149,16 @@ class Balancer:
             return None
         if self.policy.search:
             choice = choose_balance(plan, costs, wanted)
-            better, then = choice.plan, choice.prediction.step_ticks
+            better, then, how = choice.plan, choice.prediction.step_ticks, choice.name
         else:
             better = levelled(plan, costs, wanted)
-            then = predict(better, costs, wanted).step_ticks
+            then, how = predict(better, costs, wanted).step_ticks, plan.layout.schedule
         same = better.executors == plan.executors
         if then > most or (same and then > (1.0 - self.policy.gain) * now):
             return None
         told = [f"worker {w} takes {f:.2f} x the time" for w, f in sorted(wanted.slowness.items())]
         said = ", ".join(told) or "all workers are alike"
-        reason = f"{said}; predicted step {now / 1e6:.2f} -> {then / 1e6:.2f} ms"
+        reason = f"{said}; {how}: predicted step {now / 1e6:.2f} -> {then / 1e6:.2f} ms"
         plan = replace(better, reason=reason)
         return Move(plan, costs, wanted.slowness, 1.0 - then / now, reason)
 
