@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from dtrain.checkpoint.errors import CheckpointError
-from dtrain.checkpoint.manifest import CheckpointInfo
-from dtrain.checkpoint.store import CheckpointStore
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_.\-]+")
 _PREFIX = "partition"
@@ -31,19 +28,6 @@ class PartitionComponent(Protocol):
     def load_partition_state(self, partition: int, tensors: Mapping[str, Tensor]) -> None:
         """Take over a partition with the tensors (on the CPU) that its last owner saved."""
         ...
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a restore found.
-
-    ``missing``: (partition, component) pairs of which the checkpoint has nothing, so that the
-    component starts them afresh. ``unclaimed``: components in the checkpoint that are not
-    registered; their state is not carried on.
-    """
-
-    missing: tuple[tuple[int, str], ...]
-    unclaimed: tuple[str, ...]
 
 
 class PartitionState:
@@ -78,46 +62,25 @@ class PartitionState:
             for name, tensor in keeper.partition_state(partition).items()
         }
 
-    def restore(
-        self, store: CheckpointStore, info: CheckpointInfo, owned: Iterable[int]
-    ) -> Restored:
-        """Hand the saved tensors of the partitions that this worker owns now to the components.
+    def load(self, tensors: Mapping[str, Tensor], owned: Iterable[int]) -> None:
+        """Hand tensors under their full names to the components that own their partitions now.
 
-        Only these are read from the store; no collectives.
+        What no component claims is passed over, and a component that gets nothing begins afresh.
 
         Raises:
-            CheckpointError: the checkpoint cannot be read; no component has got anything then.
+            CheckpointError: a name begins like partition state and is not; no component has got
+                anything then.
         """
         mine = set(owned)
-        parsed = {full: parse_name(full) for full in store.names(info)}
-        unclaimed = {p[1] for p in parsed.values() if p and p[1] not in self._components}
-        wanted = [f for f, p in parsed.items() if p and p[0] in mine and p[1] not in unclaimed]
-        found = self.load(store.load_tensors(info, wanted), mine)
-        return Restored(found.missing, tuple(sorted(unclaimed)))
-
-    def load(self, tensors: Mapping[str, Tensor], owned: Iterable[int]) -> Restored:
-        """Hand tensors under their full names to the components; other tensors are passed over.
-
-        Raises:
-            CheckpointError: a name begins like partition state and is not.
-        """
-        mine = sorted(set(owned))
         given: dict[tuple[int, str], dict[str, Tensor]] = {}
         for full, tensor in tensors.items():
             parsed = parse_name(full)
             if parsed is not None:
                 partition, component, name = parsed
                 given.setdefault((partition, component), {})[name] = tensor
-        missing = []
-        for partition in mine:
-            for component, keeper in self._components.items():
-                found = given.get((partition, component))
-                if found is None:
-                    missing.append((partition, component))
-                else:
-                    keeper.load_partition_state(partition, found)
-        unclaimed = {component for _, component in given} - {*self._components}
-        return Restored(tuple(missing), tuple(sorted(unclaimed)))
+        for (partition, component), found in sorted(given.items()):
+            if partition in mine and component in self._components:
+                self._components[component].load_partition_state(partition, found)
 
 
 def is_partition_state(full: str) -> bool:

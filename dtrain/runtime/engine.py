@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import deepspeed
@@ -117,7 +118,7 @@ class StageEngine:
                     dist_init_required=False,
                 )
 
-    @property
+    @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """Trainable parameters in the order of ``names``."""
         return [p for p in self.module.parameters() if p.requires_grad]

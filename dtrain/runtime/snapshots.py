@@ -7,10 +7,10 @@ state, gathered from the holders: at once where it is small, so that the loss of
 step but its own, else while the next step runs, of which the loss then costs one step more.
 
 A copy is incremental: a tensor with the same bits as in the copy before (the best evaluation's
-weights, the state of partitions nobody trained on) is neither copied nor sent again. Finding a
-changed tensor changed costs a microsecond, as the comparison ends at the first difference. Where
-the network is slower than training, a copy waits until the one before has left, so that none pile
-up.
+weights, the state of partitions nobody trained on) is neither copied nor sent again. One that
+changed twice running is taken as changed without a look for a while. Small tensors travel joined,
+as each costs both ends a call that lets other threads run. Where the network is slower than
+training, a copy waits until the one before has left, so that none pile up.
 
 A new generation has other holders and keepers: it takes its first snapshots after its first step,
 whole, and what no longer has a place is dropped once they are made.
@@ -19,8 +19,9 @@ whole, and what no longer has a place is dropped once they are made.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch import Tensor
 from dtrain.errors import PeerLostError
 from dtrain.runtime.engine import Gathering
 from dtrain.runtime.generation import Generation
-from dtrain.runtime.state import StageState, pack_json, unpack_json
+from dtrain.runtime.state import Progress, StageState, pack_json, unpack_json
 from dtrain.runtime.transport import KIND_SNAPSHOT, Key
 from dtrain.scheduler.membership import Peer
 
@@ -37,7 +38,14 @@ _KEPT_STEPS = 3
 _POLL_S = 0.002
 _SMALL_BYTES = 8 << 20
 """Of sharded state of the whole model, which takes a few milliseconds to gather."""
+_LOOK_AT_ALL = 16
+"""After so many copies those are compared again that were taken as changed."""
+_JOINED_BYTES = 128 << 10
+"""Larger tensors travel by themselves."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+Forms = list[list[tuple[str, list[int]]]]
 
 
 @dataclass
@@ -71,6 +79,7 @@ class Snapshots:
         self._taken: list[int] = []
         self._awaited: list[int] = []
         self._begun: list[_Begun] = []
+        self._changing = {stage: Changing() for stage in self._holdings.engines}
         # Where the run went back to an older step, that which it goes through again is not kept.
         held, now = self._holdings.snapshots, self._holdings.progress.step
         for later in [key for key in held if key[0] > now]:
@@ -128,7 +137,9 @@ class Snapshots:
         base = next((s for s in self._taken[::-1] if (s, stage) in held), None)
         before = held[base, stage].tensors if base is not None else {}
         live, gathering = self._holdings.begin_state(stage)
-        state, same = copy_changed(live, before)
+        changing = self._changing[stage]
+        state, same = copy_changed(live, before, changing.names())
+        changing.copied({*state.tensors} - same)
         self._begun.append(_Begun(step, stage, state, gathering, base, same))
 
     def _finish(self, *, wait: bool = False, send: bool = True) -> None:
@@ -147,12 +158,17 @@ class Snapshots:
     def _send_copy(self, begun: _Begun) -> None:
         generation = self._generation
         tensors = {n: t for n, t in begun.state.tensors.items() if n not in begun.same}
-        head = pack_json({"base": begun.base, "same": sorted(begun.same)})
-        packed = StageState(tensors, begun.state.progress).packed()
+        forms, flat = joined(tensors)
+        head = {
+            "base": begun.base,
+            "same": sorted(begun.same),
+            "forms": forms,
+            "progress": begun.state.progress.as_json(),
+        }
         peer = generation.peers[self._send[begun.stage]]
         self._wait_for_room(peer)
         key = Key(KIND_SNAPSHOT, begun.step, begun.stage)
-        generation.around.transport.send(peer, key, [head, *packed])
+        generation.around.transport.send(peer, key, [pack_json(head), *flat])
 
     def _wait_for_room(self, peer: Peer) -> None:
         """Wait until the peer has what was sent to it at earlier steps."""
@@ -186,13 +202,13 @@ class Snapshots:
                 # Those of a stage build on each other.
                 break
             for stage, key in keys.items():
-                head, *packed = transport.receive(key, 1.0)
+                head, *flat = transport.receive(key, 1.0)
                 said = unpack_json(head)
-                state = StageState.unpacked(packed)
+                tensors = parted(said["forms"], flat)
                 if said["same"]:
                     before = held[said["base"], stage].tensors
-                    state.tensors |= {name: before[name] for name in said["same"]}
-                held[step, stage] = state
+                    tensors |= {name: before[name] for name in said["same"]}
+                held[step, stage] = StageState(tensors, Progress.of(said["progress"]))
             self._awaited.remove(step)
         self._drop_old()
 
@@ -210,21 +226,74 @@ class Snapshots:
                 del held[step, stage]
 
 
-def copy_changed(live: StageState, before: Mapping[str, Tensor]) -> tuple[StageState, set[str]]:
+class Changing:
+    """Which tensors of a stage differed in both of the last two copies."""
+
+    def __init__(self) -> None:
+        self._last: set[str] = set()
+        self._before: set[str] = set()
+        self._copies = 0
+
+    def names(self) -> set[str]:
+        """Those that need not be compared at the next copy; none now and then."""
+        return self._last & self._before if self._copies % _LOOK_AT_ALL else set()
+
+    def copied(self, changed: set[str]) -> None:
+        """A copy was made, in which ``changed`` differed or were not compared."""
+        self._last, self._before = changed, self._last
+        self._copies += 1
+
+
+def copy_changed(
+    live: StageState, before: Mapping[str, Tensor], changing: Container[str] = ()
+) -> tuple[StageState, set[str]]:
     """A copy of ``live`` that training does not change, and the names of what is as ``before``.
 
-    ``before``: the tensors of an earlier copy, which are shared where no bit differs.
+    ``before``: the tensors of an earlier copy, which are shared where no bit differs; those that
+    are ``changing`` are not compared.
     """
     copies: dict[str, Tensor] = {}
     same: set[str] = set()
-    for name, tensor in live.tensors.items():
-        old = before.get(name)
-        if old is not None and _same_bits(old, tensor.detach()):
+    differ: dict[str, Tensor] = {}
+    for name, value in live.tensors.items():
+        tensor, old = value.detach(), before.get(name)
+        if old is not None and name not in changing and _same_bits(old, tensor):
             same.add(name)
             copies[name] = old
         else:
-            copies[name] = tensor.detach().to("cpu", copy=True)
+            differ[name] = tensor
+            copies[name] = torch.empty_like(tensor, device="cpu")
+    if differ:
+        torch._foreach_copy_([copies[name] for name in differ], [*differ.values()])
     return StageState(copies, live.progress.copy()), same
+
+
+def joined(tensors: Mapping[str, Tensor]) -> tuple[Forms, list[Tensor]]:
+    """Few tensors with the elements of many: those of a dtype in one, but for large ones.
+
+    Also names and shapes of what is in each, as JSON, from which :func:`parted` makes them again.
+    """
+    groups: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        key = name if tensor.nbytes > _JOINED_BYTES else tensor.dtype
+        groups.setdefault(key, []).append(name)
+    forms = [[(name, [*tensors[name].shape]) for name in names] for names in groups.values()]
+    flat = []
+    for names in groups.values():
+        pieces = [tensors[name].reshape(-1) for name in names]
+        flat.append(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+    return forms, flat
+
+
+def parted(forms: Forms, flat: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The tensors that were :func:`joined`, by name; they share the memory of ``flat``."""
+    tensors = {}
+    for group, elements in zip(forms, flat, strict=True):
+        sizes = [prod(shape) for _, shape in group]
+        pieces = torch.split(elements, sizes)
+        for (name, shape), piece in zip(group, pieces, strict=True):
+            tensors[name] = piece.view(shape)
+    return tensors
 
 
 def _same_bits(old: Tensor, new: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import CheckpointError, CheckpointStore
-from dtrain.checkpoint.partition_state import PartitionState, Restored
+from dtrain.checkpoint.partition_state import PartitionState
 
 
 class History:
@@ -50,7 +50,7 @@ def test_the_next_owner_gets_what_the_last_one_saved(tmp_path: Path) -> None:
 
     for owned in ([0], [1, 2, 3], [3]):
         state, history = worker()
-        assert state.restore(store, info, owned) == Restored((), ())
+        state.load(store.load_tensors(info), owned)
         assert sorted(history.kept) == owned
         for partition in owned:
             expected = History()
@@ -59,35 +59,18 @@ def test_the_next_owner_gets_what_the_last_one_saved(tmp_path: Path) -> None:
                 assert torch.equal(history.kept[partition][name], tensor)
 
 
-def test_what_is_missing_and_what_nobody_claims_is_told(tmp_path: Path) -> None:
-    store = CheckpointStore(str(tmp_path))
+def test_what_nobody_claims_is_passed_over() -> None:
     state, history = worker(0)
     other = History()
     other.fill(0)
     state.register("cache", other)
-    info = store.save(1, state.tensors([0, 1]), {})
 
     fresh, kept = worker()
-    fresh.register("cursor", History())
-    found = fresh.restore(store, info, [0, 1])
-    assert found == Restored(((0, "cursor"), (1, "history"), (1, "cursor")), ("cache",))
-    assert [*kept.kept] == [0]
-    assert history.kept.keys() == kept.kept.keys()
-
-
-def test_a_worker_reads_only_its_own_partitions(tmp_path: Path) -> None:
-    store = CheckpointStore(str(tmp_path))
-    info = store.save(1, worker(0, 1, 2)[0].tensors([0, 1, 2]), {})
-    asked: list[str] = []
-    load = store.load_tensors
-
-    def note(at: object, names: list[str]) -> dict[str, Tensor]:
-        asked.extend(names)
-        return load(info, names)
-
-    store.load_tensors = note  # type: ignore[method-assign,assignment]
-    worker()[0].restore(store, info, [1])
-    assert sorted(asked) == ["partition/1/history/cursor", "partition/1/history/layers/1"]
+    cursor = History()
+    fresh.register("cursor", cursor)
+    fresh.load(state.tensors([0, 1]), [0, 1])
+    assert history.kept.keys() == kept.kept.keys() == {0}
+    assert not cursor.kept
 
 
 def test_names_that_would_collide_are_refused(tmp_path: Path) -> None:
@@ -99,4 +82,4 @@ def test_names_that_would_collide_are_refused(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
     info = store.save(1, {"partition/x/history/cursor": torch.ones(1)}, {})
     with pytest.raises(CheckpointError, match="expected partition/NUMBER/COMPONENT/NAME"):
-        state.restore(store, info, [0])
+        state.load(store.load_tensors(info), [0])

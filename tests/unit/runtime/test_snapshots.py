@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from dtrain.checkpoint import weights_sha256
 from dtrain.errors import PeerLostError
 from dtrain.runtime.fault import FaultFlag
-from dtrain.runtime.snapshots import Snapshots, copy_changed
+from dtrain.runtime.snapshots import Changing, Snapshots, copy_changed, joined, parted
 from dtrain.runtime.state import Progress, StageState
 from dtrain.scheduler.membership import Peer
 
@@ -48,6 +49,40 @@ def test_only_what_changed_is_copied() -> None:
     assert bool(third.tensors["model/zero"].signbit()[0])
     live.tensors["best/w"] = live.tensors["best/w"].reshape(5, 10)
     assert "best/w" not in copy_changed(live, third.tensors)[1]
+
+
+def test_what_always_changes_is_not_compared_for_a_while() -> None:
+    """And is found again where it has ceased to change."""
+    live, changing, before = state(1), Changing(), {}
+    del live.tensors["best/w"]
+    told = []
+    for step in range(40):
+        if step < 20:
+            live.tensors["model/w"].add_(1)
+        copy, same = copy_changed(live, before, changing.names())
+        changing.copied({*copy.tensors} - same)
+        before = copy.tensors
+        told.append(same)
+        assert all(torch.equal(before[name], value) for name, value in live.tensors.items())
+    assert all("optim/w" in same for same in told[1:])
+    assert ["model/w" in same for same in told] == [step >= 32 for step in range(40)]
+
+
+def test_tensors_are_joined_and_parted() -> None:
+    tensors = {
+        "a": torch.randn(3, 4),
+        "empty": torch.empty(0, 7),
+        "ids": torch.arange(5),
+        "scalar": torch.tensor(2.5),
+        "large": torch.randn(200, 200),
+        "narrow": torch.randn(2, 6).bfloat16(),
+        "turned": torch.randn(4, 3).t(),
+    }
+    forms, flat = joined(tensors)
+    assert len(flat) == 4
+    again = parted(json.loads(json.dumps(forms)), flat)
+    assert weights_sha256(again) == weights_sha256(tensors)
+    assert parted(*joined({})) == {}
 
 
 class Mail:
