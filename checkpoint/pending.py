@@ -11,13 +11,15 @@ class PendingSave:
     """The outcome of a save, once there is one.
 
     ``step``: the step that is saved. ``stall_s``: seconds for which the save kept its caller:
-    waiting for an unfinished one (``waited_s`` of them) and copying the tensors.
+    waiting for an unfinished one (``waited_s`` of them) and copying the tensors. ``committed_s``:
+    seconds from its call until the save counted; older checkpoints are removed after that.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.stall_s = 0.0
         self.waited_s = 0.0
+        self.committed_s = 0.0
         self._finished = threading.Event()
         self._info: CheckpointInfo | None = None
         self._error: BaseException | None = None

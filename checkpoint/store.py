@@ -276,7 +276,9 @@ class CheckpointStore:
         self._wait_for_last(group)
         job = SaveJob(self._files, self._catalog, group, step, progress, self._archives)
         held = _or_error(lambda: on_cpu(tensors))
-        return self._run(job, held, group, retention or Retention(), on_warning or _log.warning)
+        info = job.run(held)
+        self._tidy(info, group, retention or Retention(), on_warning or _log.warning)
+        return info
 
     def save_async(
         self,
@@ -314,7 +316,10 @@ class CheckpointStore:
         def work() -> None:
             try:
                 yield_to_training(_NICE)
-                pending.committed(self._run(job, held, group, rule, report))
+                info = job.run(held)
+                pending.committed_s = time.perf_counter() - began
+                self._tidy(info, group, rule, report)
+                pending.committed(info)
             except BaseException as error:  # whoever asks for the result gets it
                 pending.failed(error)
 
@@ -325,22 +330,15 @@ class CheckpointStore:
         pending.stall_s = time.perf_counter() - began
         return pending
 
-    def _run(
-        self,
-        job: SaveJob,
-        tensors: Mapping[str, Tensor] | Exception,
-        group: Exchange,
-        retention: Retention,
-        report: Report,
-    ) -> CheckpointInfo:
-        info = job.run(tensors)
+    def _tidy(
+        self, info: CheckpointInfo, group: Exchange, retention: Retention, report: Report
+    ) -> None:
+        """Remove older checkpoints; the save has counted since its marker, come what may."""
         if group.rank == 0:
-            # The save has counted since its marker; failing to tidy up must not undo that.
             try:
                 transaction.prune(self._files, self._catalog, retention, info)
             except Exception as error:
                 report(f"older checkpoints at {self.url} could not be pruned: {reason(error)}")
-        return info
 
     def _wait_for_last(self, group: Exchange) -> None:
         """Wait for an unfinished save, whose outcome is for the one who began it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from dtrain.data.synth import SynthSpec, synthesize
@@ -18,7 +19,9 @@ from dtrain.errors import DtrainError
 
 WORKERS = 4
 _WARM_UP = 24
+_EVERY = 3
 _BATCH = 512
+_RESAMPLED = 2000
 _JOB_S = 900.0
 
 # The model and sampler of configs/tolokers-sage.yaml, and a graph of the size of Tolokers.
@@ -32,7 +35,7 @@ _CONFIG: dict[str, Any] = {
         "residual": True,
     },
     "sampler": {"name": "neighbor", "fanouts": [10, 10, 10]},
-    "parallel": {"stages": 3, "microbatches": 4},
+    "parallel": {"stages": 3, "microbatches": 4, "rebalance": False},
     "deepspeed": {"optimizer": {"type": "Adam", "params": {"lr": 0.003}}},
 }
 _GRAPH = SynthSpec(nodes=11_758, avg_degree=88, classes=2, features=10, seed=0)
@@ -40,28 +43,31 @@ _GRAPH = SynthSpec(nodes=11_758, avg_degree=88, classes=2, features=10, seed=0)
 
 @dataclass(frozen=True)
 class SnapshotCost:
-    """A step with a snapshot to a peer beside one without, medians in milliseconds.
+    """Steps with a snapshot to a peer beside steps without, medians in milliseconds.
 
-    ``overhead_pct``: the median over pairs of neighbouring steps of what the one with costs more.
+    ``overhead_pct``: by how much the one median is above the other. ``interval_pct``: where that
+    lies with 95 % confidence (percentile bootstrap). ``with_steps``, ``without_steps``: how many.
     """
 
     overhead_pct: float
+    interval_pct: tuple[float, float]
     with_ms: float
     without_ms: float
-    pairs: int
+    with_steps: int
+    without_steps: int
 
 
 def snapshot_cost(folder: Path, store: str | None, pairs: int, zero_stage: int) -> SnapshotCost:
-    """Train with a snapshot at every second step, and compare each with its neighbour.
+    """Train with a snapshot at every third step, and compare these steps with the others.
 
-    Both kinds of step are in one job and alternate, so that a busy machine slows them alike. The
-    time is that from commit to commit: sending, receiving and what they keep from other threads
-    are in it.
+    Both kinds of step are in one job and take turns, so that a busy machine slows them alike, and
+    at an interval that shares no period with anything else that a run does. The time is that from
+    commit to commit: sending, receiving and what they keep from other threads are in it.
 
     Args:
         folder: where the job may write.
         store: the graph; None for a generated one of the size of Tolokers.
-        pairs: of steps, at least 1.
+        pairs: steps with a snapshot, at least 1; there are twice as many without.
         zero_stage: ZeRO stage of the job.
 
     Raises:
@@ -74,7 +80,7 @@ def snapshot_cost(folder: Path, store: str | None, pairs: int, zero_stage: int) 
         **_CONFIG,
         "data": {"store": store},
         "train": {"max_steps": _WARM_UP + 3 * pairs, "batch_size": _BATCH},
-        "robust": {"snapshot_every": 2},
+        "robust": {"snapshot_every": _EVERY},
     }
     config["deepspeed"] = {**_CONFIG["deepspeed"], "zero_optimization": {"stage": zero_stage}}
     file, run_dir = folder / "snapshots.yaml", folder / "snapshots"
@@ -94,22 +100,25 @@ def snapshot_cost(folder: Path, store: str | None, pairs: int, zero_stage: int) 
 
 
 def _compare(steps: list[dict[str, Any]]) -> SnapshotCost:
-    """``steps``: their metrics in order. After an even number of steps a snapshot is taken, so that
-    the step that follows has its cost; the last step of an epoch has fewer seeds, and is left out
-    with its neighbour."""
-    costs, with_ms, without_ms = [], [], []
-    for before, first, second in zip(steps, steps[1:], steps[2:], strict=False):
-        if before["step"] % 2 or min(first["seeds"], second["seeds"]) < _BATCH:
-            continue
-        on, off = first["time"] - before["time"], second["time"] - first["time"]
-        costs.append(on / off - 1)
-        with_ms.append(on * 1e3)
-        without_ms.append(off * 1e3)
-    if not costs:
+    """``steps``: their metrics in order. The step that follows a snapshot has its cost; the last
+    step of an epoch has fewer seeds and is left out."""
+    taken_ms: dict[bool, list[float]] = {True: [], False: []}
+    for before, step in pairwise(steps):
+        if step["seeds"] >= _BATCH:
+            seconds = step["time"] - before["time"]
+            taken_ms[before["step"] % _EVERY == 0].append(seconds * 1e3)
+    if not all(taken_ms.values()):
         raise DtrainError("bench: the graph has too few train nodes for a step of 512 seeds")
+    on, off = np.array(taken_ms[True]), np.array(taken_ms[False])
+    rng = np.random.default_rng(0)
+    again = [np.median(rng.choice(x, (_RESAMPLED, len(x))), axis=1) for x in (on, off)]
+    low, high = np.percentile(again[0] / again[1], [2.5, 97.5])
+    with_ms, without_ms = float(np.median(on)), float(np.median(off))
     return SnapshotCost(
-        round(statistics.median(costs) * 100, 2),
-        round(statistics.median(with_ms), 2),
-        round(statistics.median(without_ms), 2),
-        len(costs),
+        round((with_ms / without_ms - 1) * 100, 2),
+        (round((low - 1) * 100, 2), round((high - 1) * 100, 2)),
+        round(with_ms, 2),
+        round(without_ms, 2),
+        len(on),
+        len(off),
     )

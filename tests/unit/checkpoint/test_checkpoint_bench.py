@@ -55,13 +55,15 @@ def test_bad_numbers_and_folders_are_one_line(
         assert err.count("\n") == 1
 
 
-def test_a_step_with_a_snapshot_is_compared_with_its_neighbour() -> None:
+def test_steps_with_a_snapshot_are_compared_with_those_without() -> None:
     """Steps take 100 ms and those after a snapshot 10 more; an epoch's last one is not compared."""
     time, steps = 0.0, []
     for step in range(1, 31):
         seeds = 10 if step % 10 == 0 else 512
-        time += (0.11 if step % 2 else 0.1) * seeds / 512
+        time += (0.11 if step % 3 == 1 else 0.1) * seeds / 512
         steps.append({"step": step, "time": time, "seeds": seeds})
     cost = _compare(steps)
     assert cost.overhead_pct == pytest.approx(10)
-    assert (cost.with_ms, cost.without_ms, cost.pairs) == (110, 100, 11)
+    assert cost.interval_pct == pytest.approx((10, 10))
+    assert (cost.with_ms, cost.without_ms) == (110, 100)
+    assert (cost.with_steps, cost.without_steps) == (8, 18)
