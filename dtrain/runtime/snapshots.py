@@ -32,9 +32,8 @@ from dtrain.runtime.generation import Generation
 from dtrain.runtime.state import Progress, StageState, pack_json, unpack_json
 from dtrain.runtime.transport import KIND_SNAPSHOT, Key
 from dtrain.scheduler.membership import Peer
+from dtrain.scheduler.snapshots import due, keeper, outdated
 
-# A copy may still be on its way when the next one is taken, and workers may be a step apart.
-_KEPT_STEPS = 3
 _POLL_S = 0.002
 _SMALL_BYTES = 8 << 20
 """Of sharded state of the whole model, which takes a few milliseconds to gather."""
@@ -70,7 +69,10 @@ class Snapshots:
         self._sharded = sharded
         self._at_once = sharded and generation.around.job.sharded_bytes <= _SMALL_BYTES
         plan, me = generation.plan, generation.around.me.worker
-        keepers = {s: self._keeper(s) for s in range(plan.num_stages)}
+        domains = generation.domains
+        keepers = {
+            s: keeper(s, plan.holders[s], plan.workers, domains) for s in range(plan.num_stages)
+        }
         self._send = {
             s: k for s, k in keepers.items() if k is not None and plan.holders[s][0] == me
         }
@@ -85,17 +87,6 @@ class Snapshots:
         for later in [key for key in held if key[0] > now]:
             del held[later]
 
-    def _keeper(self, stage: int) -> int | None:
-        """Who keeps a copy of ``stage`` though it does not hold it."""
-        plan = self._generation.plan
-        holders = set(plan.holders[stage])
-        others = [w for w in plan.workers if w not in holders]
-        if not others:
-            return None
-        domains = self._generation.domains
-        taken = {domains[w] for w in holders}
-        return min(others, key=lambda w: (domains[w] in taken, (w - stage) % (max(others) + 1)))
-
     def take(self, *, asked: bool = False, force: bool = False) -> None:
         """Take the snapshot of this step boundary if one is due, was ``asked`` for, or ``force``.
 
@@ -107,8 +98,7 @@ class Snapshots:
         step = self._holdings.progress.step
         self._finish()
         self.collect()
-        due = not self._taken or (self._every != "auto" and step % self._every == 0)
-        if step not in self._taken and (due or asked or force):
+        if due(step, self._taken, self._every, asked=asked, last=force).now:
             self._take(step)
         if force:
             self._finish(wait=True)
@@ -215,15 +205,9 @@ class Snapshots:
     def _drop_old(self) -> None:
         held = self._holdings.snapshots
         placed = {*self._holdings.engines, *self._keep}
-        made = len(self._taken) > 1 and not self._awaited[:-1]
-        for stage in {stage for _, stage in held}:
-            steps = sorted(step for step, s in held if s == stage)
-            if stage in placed:
-                steps = steps[:-_KEPT_STEPS]
-            elif not made:
-                continue
-            for step in steps:
-                del held[step, stage]
+        replaced = len(self._taken) > 1 and not self._awaited[:-1]
+        for key in outdated(held, placed, replaced=replaced):
+            del held[key]
 
 
 class Changing:
