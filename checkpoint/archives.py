@@ -47,7 +47,7 @@ def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     # Nobody reads its elements, so that no memory is touched for them.
     model = torch.empty(shape, dtype=dtype)
     seen = _Divided(model)
-    _without_crc32(lambda: torch.save(model, cast(IO[bytes], seen)))
+    without_crc32(lambda: torch.save(model, cast(IO[bytes], seen)))
     if model.numel() and seen.parts != 2:
         raise RuntimeError(
             f"torch {torch.__version__} writes tensors otherwise than this version of dtrain "
@@ -76,7 +76,7 @@ class _Divided:
         """Nothing is held back."""
 
 
-def _without_crc32(function: Callable[[], T]) -> T:
+def without_crc32(function: Callable[[], T]) -> T:
     """Call ``function`` while torch leaves the CRC-32 out of archives; the SHA-256 of the file
     stands in.
 
