@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from dtrain.bench.contest import OURS, Row, compare, geometric_mean, installed
 from dtrain.bench.graphs import patterns
@@ -147,6 +148,15 @@ def _spmm_peers(
         if reduce == "sum":
             ways["torch: csr int64"] = lambda x: wide @ x
             ways["torch: csr int32"] = lambda x: narrow @ x
+            # No sparse product to its user, but the fastest way to one: a peer of its own.
+            ways["embedding_bag: FBGEMM"] = lambda x: embedding_bag(
+                csr.indices,
+                x,
+                csr.indptr,
+                mode="sum",
+                per_sample_weights=weight,
+                include_last_offset=True,
+            )
     if "pyg" in peers:
         from torch_geometric.utils import scatter
         from torch_geometric.utils import spmm as pyg_spmm
@@ -213,6 +223,8 @@ def _means(rows: list[Row], peaks: dict[str, int]) -> dict[str, float | None]:
     return {
         "spmm_fwd_vs_torch": mean("spmm sum fwd", "torch"),
         "spmm_fwd_bwd_vs_torch": mean("spmm sum fwd+bwd", "torch"),
+        "spmm_fwd_vs_embedding_bag": mean("spmm sum fwd", "embedding_bag"),
+        "spmm_fwd_bwd_vs_embedding_bag": mean("spmm sum fwd+bwd", "embedding_bag"),
         "spmm_max_vs_pyg": mean("spmm max fwd", "pyg"),
         "spmm_max_fwd_bwd_vs_pyg": mean("spmm max fwd+bwd", "pyg"),
         "gat_fwd_bwd_vs_pyg": mean("gat fwd+bwd", "pyg"),

@@ -63,6 +63,7 @@ def sample(
         return
     typer.echo(f"{report.sampled_edges_per_s / 1e6:.1f} million edges/s, {threads} threads")
     typer.echo(f"{report.one_thread_edges_per_s / 1e6:.1f} million edges/s, 1 thread")
+    typer.echo(f"{report.edges_per_cpu_s / 1e6:.1f} million edges for each second of a core")
     typer.echo(f"{report.rss_growth_bytes / 1e6:.1f} MB more memory after {repeats} repeats")
     for row in report.rows:
         typer.echo(f"{row.ratio} x {row.peer}")
