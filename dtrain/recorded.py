@@ -15,9 +15,9 @@ from dtrain.runfolder import RunFolder
 from dtrain.runtime.recorder import StepRecord, step_record, teach
 from dtrain.scheduler import Action, Layout, Plan, StepCosts
 from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape
+from dtrain.scheduler.costs import TICKS_PER_S
 from dtrain.scheduler.predict import Prediction, Span, predict
 
-_TICKS = 1_000_000_000
 _WARM_UP = 2
 """The first steps of a run compile and touch memory for the first time."""
 
@@ -115,8 +115,8 @@ class RecordedRun:
             w: [
                 Span(
                     Action(a.kind, a.stage, a.microbatch),  # type: ignore[arg-type]
-                    round((a.start_s - zero) * _TICKS),
-                    round((a.end_s - zero) * _TICKS),
+                    round((a.start_s - zero) * TICKS_PER_S),
+                    round((a.end_s - zero) * TICKS_PER_S),
                 )
                 for a in record.actions
             ]
@@ -177,7 +177,7 @@ class RecordedRun:
         for step in steps:
             costs = self.costs(step, model)
             found = predict(self.plan(step), costs)
-            known_s = (found.step_ticks - costs.fixed_ticks) / _TICKS
+            known_s = (found.step_ticks - costs.fixed_ticks) / TICKS_PER_S
             model.observe_step(known_s, self.measured_s(step))
 
     def prediction(self, step: int, model: CostModel) -> Prediction:
@@ -190,9 +190,13 @@ class RecordedRun:
         pairs, cpu_s = [], []
         for w, spans in self.spans(step).items():
             for said, was in zip(expected.spans[w], spans, strict=True):
-                pairs.append(((said.end - said.start) / _TICKS, (was.end - was.start) / _TICKS))
+                pairs.append(
+                    ((said.end - said.start) / TICKS_PER_S, (was.end - was.start) / TICKS_PER_S)
+                )
             cpu_s += [action.cpu_s for action in self.records(step)[w].actions]
-        return Compared(step, expected.step_ticks / _TICKS, self.measured_s(step), pairs, cpu_s)
+        return Compared(
+            step, expected.step_ticks / TICKS_PER_S, self.measured_s(step), pairs, cpu_s
+        )
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

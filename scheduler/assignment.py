@@ -166,7 +166,10 @@ class Assignment:
         for s, m in self.orphans:
             heir = places.get(self.executors[s][m])
             if heir is not None and self.fits(s, heir):
-                self._give(s, m, heir)
+                # As if it had always been there: it may still move with its route.
+                self._hold(s, heir)
+                self.executors[s][m] = heir
+                self.load[heir] += self._ticks(s, m, heir)
             else:
                 left.append((s, m))
         self.orphans = left

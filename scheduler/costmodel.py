@@ -15,7 +15,6 @@ Direction = Literal["forward", "backward"]
 
 WINDOW = 256
 """Observations kept for each layer shape, device and direction; older ones have no say."""
-_KEPT_IN_JSON = 64
 _ENOUGH = 12
 _OVERHEADS = 64
 _FLOAT_BYTES = 4
@@ -83,7 +82,7 @@ class CostModel:
     of its kind, then from all layers on the device, then from recorded defaults.
 
     A model is not a pure value: the members of a job must plan with one and the same, for instance
-    that of the leader, told as :meth:`as_json`.
+    one that was told as :meth:`learnt`.
     """
 
     def __init__(self) -> None:
@@ -186,7 +185,11 @@ class CostModel:
         return found
 
     def learnt(self) -> list[list[Any]]:
-        """The coefficients of the layers that were seen often enough, as JSON: small."""
+        """The coefficients of the layers that were seen often enough, as JSON.
+
+        It has one line a layer shape, device and direction instead of the observations, up to 256
+        each, and what is predicted from it for such a layer is the very same.
+        """
         found = dict(self._priors)
         for key, seen in self._seen.items():
             if len(seen) >= _ENOUGH:
@@ -201,32 +204,6 @@ class CostModel:
         model = cls()
         for device, direction, kind, fan_in, fan_out, a, b, c, d in raw:
             model._priors[device, direction, kind, fan_in, fan_out] = (a, b, c, d)
-        return model
-
-    def as_json(self) -> dict[str, Any]:
-        """The newest observations, for a checkpoint or for the other members."""
-        return {
-            "layers": [
-                {
-                    "key": list(key),
-                    "seen": [[*row, seconds] for row, seconds in list(seen)[-_KEPT_IN_JSON:]],
-                }
-                for key, seen in sorted(self._seen.items())
-            ],
-            "sums": [[*row[2:], seconds] for row, seconds in list(self._sums)[-_KEPT_IN_JSON:]],
-            "overheads": list(self._overheads),
-        }
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> CostModel:
-        """The model that :meth:`as_json` describes."""
-        model = cls()
-        for entry in raw["layers"]:
-            device, direction, kind, fan_in, fan_out = entry["key"]
-            seen = model._seen[device, direction, kind, fan_in, fan_out] = deque(maxlen=WINDOW)
-            seen.extend(((a, b, c, d), seconds) for a, b, c, d, seconds in entry["seen"])
-        model._sums.extend(((0.0, 0.0, size, n), seconds) for size, n, seconds in raw["sums"])
-        model._overheads.extend(raw["overheads"])
         return model
 
 

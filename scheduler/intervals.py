@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from dtrain.scheduler.fit import median
+
 
 def young_s(cost_s: float, mtbf_s: float) -> float:
     """The time between two saves after Young (CACM 17(9), 1974): ``sqrt(2 C M)``, in seconds.
@@ -121,9 +123,7 @@ class SaveCost:
         """What the next one will take."""
         if not self.seen:
             return self.first_guess_s
-        low = sorted(self.seen)
-        middle = len(low) // 2
-        return low[middle] if len(low) % 2 else (low[middle - 1] + low[middle]) / 2
+        return median(self.seen)
 
 
 @dataclass(frozen=True)

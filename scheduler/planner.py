@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from heapq import heapify, heapreplace
 
 from dtrain.scheduler.assignment import Assignment
@@ -53,6 +54,18 @@ def make_plan(
     Raises:
         ValueError: there is no worker, or one is named twice, or the costs do not fit the layout.
     """
+    plan = assigned(layout, workers, generation, costs, cluster)
+    return in_order(plan, costs, cluster, policy)
+
+
+def assigned(
+    layout: Layout,
+    workers: Sequence[int],
+    generation: int,
+    costs: StepCosts | None = None,
+    cluster: Cluster = UNIFORM,
+) -> Plan:
+    """The plan of :func:`make_plan` without the order of actions."""
     members = checked_members(workers)
     if costs is not None:
         costs.check(layout)
@@ -66,9 +79,19 @@ def make_plan(
         shared_out(row, primary, cluster)
         for row, primary in zip(known.work(), primaries, strict=True)
     )
-    actions = order_actions(layout, members, executors, known, cluster, policy)
     reason = _why(layout, members, primaries, executors)
-    return Plan(generation, layout, members, holders, executors, actions, reason)
+    return Plan(generation, layout, members, holders, executors, {}, reason)
+
+
+def in_order(
+    plan: Plan,
+    costs: StepCosts | None = None,
+    cluster: Cluster = UNIFORM,
+    policy: Policy | None = None,
+) -> Plan:
+    """The same plan with its actions in the order that :func:`order_actions` gives them."""
+    actions = order_actions(plan.layout, plan.workers, plan.executors, costs, cluster, policy)
+    return replace(plan, actions=actions)
 
 
 def first_plan(
@@ -202,6 +225,19 @@ def replan(
     Raises:
         ValueError: there is no worker, or one is named twice, or the costs do not fit the layout.
     """
+    plan = reassigned(old, workers, generation, reason, costs, cluster)
+    return in_order(plan, costs, cluster, policy)
+
+
+def reassigned(
+    old: Plan,
+    workers: Sequence[int],
+    generation: int,
+    reason: str = "",
+    costs: StepCosts | None = None,
+    cluster: Cluster = UNIFORM,
+) -> Plan:
+    """The plan of :func:`replan` without the order of actions."""
     members = checked_members(workers)
     layout = old.layout
     if costs is not None:
@@ -216,10 +252,9 @@ def replan(
     work.drop_surplus(layout.redundancy)
     holders = tuple(tuple(sorted(held)) for held in work.holders)
     executors = tuple(tuple(runs) for runs in work.executors)
-    actions = order_actions(layout, members, executors, known, cluster, policy)
     said = [reason] if reason else []
     said += [f"without {gone}"] if gone else []
     said += [f"with new {new}"] if new else []
     said += [f"{moved} microbatches moved to level the load"] if moved else []
     why = "; ".join(said) or "nothing changed"
-    return Plan(generation, layout, members, holders, executors, actions, why)
+    return Plan(generation, layout, members, holders, executors, {}, why)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from dtrain.scheduler.assignment import Assignment
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
 from dtrain.scheduler.domains import dealt_over_domains
-from dtrain.scheduler.order import Policy, longest_first, order_actions, ranked
+from dtrain.scheduler.order import Policy, longest_first, ranked
 from dtrain.scheduler.plan import Layout, Orders, Plan
 from dtrain.scheduler.planner import (
+    assigned,
     checked_members,
-    make_plan,
-    replan,
+    in_order,
+    reassigned,
     shared_out,
 )
 from dtrain.scheduler.predict import Prediction, excess_bytes, longest_sum, predict
@@ -28,6 +29,7 @@ _TRIES = 48
 _NEAR = 1.1
 
 _Drafts = Callable[[StepCosts], Sequence[tuple[str, Plan]]]
+"""Names and plans whose actions are not yet in order."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,10 @@ def choose_plan(
     large = 8 * layout.num_stages * layout.microbatches > SEARCH_ACTIONS
 
     def drafts(known: StepCosts) -> list[tuple[str, Plan]]:
-        plan = make_plan(layout, members, generation, known, cluster)
+        plan = assigned(layout, members, generation, known, cluster)
         if large:
             return [("least load", plan)]
-        drawn = [("", _dealt_in_turn(plan, known, cluster))]
+        drawn = [("", _dealt_in_turn(plan))]
         if len(members) > 1:
             drawn.append(("least load", plan))
             if layout.num_stages > 1 and not staged:
@@ -127,7 +129,7 @@ def choose_replan(
     members = checked_members(workers)
 
     def drafts(known: StepCosts) -> list[tuple[str, Plan]]:
-        plan = replan(old, members, generation, reason, known, cluster)
+        plan = reassigned(old, members, generation, reason, known, cluster)
         return [("", plan), *_whole_again(plan, old, known, cluster)]
 
     choice = _choose(drafts, costs, cluster, REPLAN_ACTIONS)
@@ -193,12 +195,11 @@ def _hungriest(costs: StepCosts, again: Sequence[bool]) -> int:
     return max(left, key=lambda s: (max(costs.kept_bytes[s]), -s))
 
 
-def _dealt_in_turn(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
+def _dealt_in_turn(staged: Plan) -> Plan:
     groups = [sorted(set(runs)) for runs in staged.executors]
-    executors = tuple(
-        tuple(group[m % len(group)] for m in range(costs.microbatches)) for group in groups
-    )
-    return _with(staged, executors, costs, cluster)
+    every = range(staged.layout.microbatches)
+    executors = tuple(tuple(group[m % len(group)] for m in every) for group in groups)
+    return replace(staged, executors=executors)
 
 
 def _levelled(staged: Plan, costs: StepCosts, cluster: Cluster, may_hold: bool = True) -> Plan:
@@ -206,7 +207,7 @@ def _levelled(staged: Plan, costs: StepCosts, cluster: Cluster, may_hold: bool =
     work.level(may_hold)
     holders = tuple(tuple(sorted(held)) for held in work.holders)
     executors = tuple(tuple(runs) for runs in work.executors)
-    return _with(replace(staged, holders=holders), executors, costs, cluster)
+    return replace(staged, holders=holders, executors=executors)
 
 
 def _whole(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
@@ -215,7 +216,7 @@ def _whole(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
     order = dealt_over_domains(staged.workers, cluster)
     runs = shared_out(total, order, cluster)
     held = tuple(tuple(sorted(set(runs) | set(held))) for held in staged.holders)
-    return _with(replace(staged, holders=held), (runs,) * costs.num_stages, costs, cluster)
+    return replace(staged, holders=held, executors=(runs,) * costs.num_stages)
 
 
 def _whole_again(
@@ -247,18 +248,7 @@ def _whole_again(
     work.fill_gaps()
     work.level()
     executors = (tuple(work.executors[0]),) * plan.num_stages
-    return [("whole microbatches", _with(plan, executors, costs, cluster))]
-
-
-def _with(
-    plan: Plan,
-    executors: tuple[tuple[int, ...], ...],
-    costs: StepCosts,
-    cluster: Cluster,
-    policy: Policy | None = None,
-) -> Plan:
-    actions = order_actions(plan.layout, plan.workers, executors, costs, cluster, policy)
-    return replace(plan, executors=executors, actions=actions)
+    return [("whole microbatches", replace(plan, executors=executors))]
 
 
 @dataclass(frozen=True)
@@ -360,7 +350,7 @@ class _Search:
             if self.left < self.size or self._done():
                 return None
             self.left -= self.size
-        plan = _with(plan, plan.executors, self.costs, self.cluster, policy)
+        plan = in_order(plan, self.costs, self.cluster, policy)
         ticks, last = self._step(plan)
         limited = bool(self.cluster.memory_bytes)
         if self.best is None or limited or ticks < self.best.prediction.step_ticks:

@@ -96,9 +96,7 @@ class Attempt:
             if microbatch not in self._inputs:
                 self._phase(f"sample microbatch {microbatch}")
                 self.links.injector.reach("sample", self.step, microbatch=microbatch)
-                began = time.perf_counter()
                 self._inputs[microbatch] = take(self.step, microbatch)
-                self.links.recorder.input(began)
             if action.kind == "F":
                 self._forward(action, seeds)
             else:

@@ -1,9 +1,8 @@
-"""What a worker did when in its newest steps: for fitting the cost model and for drawing a step."""
+"""What a worker did when in a step: for fitting the cost model and for drawing a step."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 from dtrain.data.block import Block
 from dtrain.scheduler import Action
 from dtrain.scheduler.costmodel import BlockSize, CostModel, Direction, LayerShape
-
-KEPT_STEPS = 64
 
 Entry = dict[str, Any]
 
@@ -47,11 +44,7 @@ class ActionRecord:
 
 @dataclass
 class StepRecord:
-    """One worker's step.
-
-    ``phases``: what it did besides actions (sum, vote, apply) -> (start, end). ``input_wait_s``:
-    how long it waited for samples.
-    """
+    """One worker's step. ``phases``: what it did besides (sum, vote, apply) -> (start, end)."""
 
     step: int
     generation: int
@@ -59,23 +52,22 @@ class StepRecord:
     end_s: float = 0.0
     actions: list[ActionRecord] = field(default_factory=list)
     phases: dict[str, tuple[float, float]] = field(default_factory=dict)
-    input_wait_s: float = 0.0
 
 
 class ActionRecorder:
-    """Keeps the newest committed steps, and hands each to ``write`` as it is committed.
+    """Hands each step to ``write`` as it is committed; without ``write`` it records nothing.
 
-    A step that is discarded is not kept: its times are those of a fault.
+    A step that is discarded is not written: its times are those of a fault.
     """
 
     def __init__(self, write: Callable[[Entry], None] | None = None) -> None:
         self._write = write
         self._current: StepRecord | None = None
-        self.steps: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
 
     def begin(self, step: int, generation: int) -> None:
         """A step begins, or begins anew."""
-        self._current = StepRecord(step, generation, time.perf_counter())
+        if self._write is not None:
+            self._current = StepRecord(step, generation, time.perf_counter())
 
     def action(
         self,
@@ -98,11 +90,6 @@ class ActionRecorder:
         record = ActionRecord(*action, began, time.perf_counter(), cpu_s, layers)
         self._current.actions.append(record)
 
-    def input(self, began: float) -> None:
-        """A sample was waited for from ``began`` until now."""
-        if self._current is not None:
-            self._current.input_wait_s += time.perf_counter() - began
-
     def phase(self, name: str, began: float) -> float:
         """What else a step does, from ``began`` until now; returns now."""
         now = time.perf_counter()
@@ -113,11 +100,8 @@ class ActionRecorder:
     def commit(self) -> None:
         """The step is committed."""
         done, self._current = self._current, None
-        if done is None:
-            return
-        done.end_s = time.perf_counter()
-        self.steps.append(done)
-        if self._write is not None:
+        if done is not None and self._write is not None:
+            done.end_s = time.perf_counter()
             self._write(asdict(done))
 
 
@@ -137,7 +121,7 @@ def step_record(raw: Mapping[str, Any]) -> StepRecord:
     ]
     phases = {name: (start, end) for name, (start, end) in raw["phases"].items()}
     head = (raw["step"], raw["generation"], raw["start_s"], raw["end_s"])
-    return StepRecord(*head, actions, phases, raw["input_wait_s"])
+    return StepRecord(*head, actions, phases)
 
 
 def teach(

@@ -104,7 +104,6 @@ def recorded_run(config_file: Path, tmp_path: Path) -> Callable[..., str]:
                     "end_s": end,
                     "actions": actions,
                     "phases": {**phases, "apply": (acted + 0.002, acted + 0.003)},
-                    "input_wait_s": 0.0,
                 }
                 folder.actions(w, json.loads(json.dumps(record)))
             clock = end + 0.01

@@ -82,6 +82,7 @@ def _ready(action: Action, done: set[Action], stages: int) -> bool:
 @settings(max_examples=200, deadline=None)
 @given(layouts, memberships)
 @example(Layout(even_cuts(3, 3), 9, redundancy=1), [{0, 1, 2}, {0, 1, 2, 3}])
+@example(Layout(even_cuts(5, 5), 5, redundancy=1), [{0}, {0, 1, 2, 4, 5, 6}, {0, 3}])
 def test_any_sequence_of_memberships_gives_level_executable_plans(
     layout: Layout, sequence: list[set[int]]
 ) -> None:
