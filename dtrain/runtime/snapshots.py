@@ -39,8 +39,8 @@ _SMALL_BYTES = 8 << 20
 """Of sharded state of the whole model, which takes a few milliseconds to gather."""
 _LOOK_AT_ALL = 16
 """After so many copies those are compared again that were taken as changed."""
-_JOINED_BYTES = 128 << 10
-"""Larger tensors travel by themselves."""
+_JOINED_BYTES = 4 << 10
+"""Larger tensors travel by themselves: to copy them once more would cost what joining saves."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -253,7 +253,7 @@ def copy_changed(
 
 
 def joined(tensors: Mapping[str, Tensor]) -> tuple[Forms, list[Tensor]]:
-    """Few tensors with the elements of many: those of a dtype in one, but for large ones.
+    """Fewer tensors with the elements of all: small ones of a dtype in one, others as they are.
 
     Also names and shapes of what is in each, as JSON, from which :func:`parted` makes them again.
     """
@@ -264,8 +264,10 @@ def joined(tensors: Mapping[str, Tensor]) -> tuple[Forms, list[Tensor]]:
     forms = [[(name, [*tensors[name].shape]) for name in names] for names in groups.values()]
     flat = []
     for names in groups.values():
-        pieces = [tensors[name].reshape(-1) for name in names]
-        flat.append(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+        if len(names) == 1:
+            flat.append(tensors[names[0]])
+        else:
+            flat.append(torch.cat([tensors[name].reshape(-1) for name in names]))
     return forms, flat
 
 
@@ -273,6 +275,9 @@ def parted(forms: Forms, flat: Sequence[Tensor]) -> dict[str, Tensor]:
     """The tensors that were :func:`joined`, by name; they share the memory of ``flat``."""
     tensors = {}
     for group, elements in zip(forms, flat, strict=True):
+        if len(group) == 1:
+            tensors[group[0][0]] = elements
+            continue
         sizes = [prod(shape) for _, shape in group]
         pieces = torch.split(elements, sizes)
         for (name, shape), piece in zip(group, pieces, strict=True):
