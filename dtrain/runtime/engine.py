@@ -118,6 +118,17 @@ class StageEngine:
                     dist_init_required=False,
                 )
 
+    def release(self) -> None:
+        """Let go of DeepSpeed's engine, when another has its place.
+
+        The hooks of a sharded optimizer keep it, and through it the generation's groups, alive in a
+        cycle through C++ that no garbage collection sees.
+        """
+        if self.names:
+            destroy = getattr(self._optimizer, "destroy", None)
+            if destroy is not None:
+                destroy()
+
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """Trainable parameters in the order of ``names``."""

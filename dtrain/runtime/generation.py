@@ -10,7 +10,7 @@ from typing import Any
 
 from dtrain.checkpoint import CheckpointInfo
 from dtrain.deepspeed_options import zero_stage
-from dtrain.errors import DtrainError
+from dtrain.errors import DtrainError, PeerLostError
 from dtrain.faults.injector import Injector
 from dtrain.planning import recomputing
 from dtrain.runtime.attempt import Links
@@ -373,38 +373,9 @@ class Generation:
 
     def _build(self, states: Mapping[int, StageState | None], progress: Progress) -> None:
         """Build the engines; from here on they and ``progress`` are what this worker holds."""
-        job, me = self.around.job, self.around.me.worker
+        job = self.around.job
         assert self.comm is not None
-        backend = install_backend(self.comm)
-        layers = job.fresh_layers()
-        engines: dict[int, StageEngine] = {}
-        best: dict[int, dict[str, Any]] = {}
-        for stage, state in states.items():
-            layer_range = job.layout.layers_of(stage)
-            if state is not None:
-                for index in layer_range:
-                    for name, parameter in layers[index].named_parameters():
-                        saved = state.tensors.get(f"model/layers.{index}.{name}")
-                        if saved is not None:
-                            parameter.data.copy_(saved)
-                best[stage] = {
-                    name.removeprefix("best/"): value
-                    for name, value in state.tensors.items()
-                    if name.startswith("best/")
-                }
-            engines[stage] = StageEngine(
-                stage,
-                {i: layers[i] for i in layer_range},
-                job.config.deepspeed,
-                job.config.train.weight_decay_layers,
-                self.comm,
-                backend,
-                contributes=self.plan.holders[stage][0] == me,
-                device=job.device,
-            )
-            if state is not None:
-                engines[stage].load_optimizer(state.tensors)
-                engines[stage].load_schedule(progress.schedule)
+        engines, best = self._engines(states, progress)
         self._links = Links(
             self.comm,
             self.around.transport,
@@ -429,14 +400,60 @@ class Generation:
             for s, engine in engines.items()
         }
         holdings = self.holdings
+        former = holdings.engines
         holdings.partitions = None
         if 0 in states:
             first = states[0]
             tensors = first.tensors if first is not None else {}
             holdings.partitions = Partitions(job, progress.step, tensors)
         holdings.engines, holdings.best = engines, best
+        for engine in former.values():
+            engine.release()
         holdings.progress = progress
         self._work_by(self.plan)
+
+    def _engines(
+        self, states: Mapping[int, StageState | None], progress: Progress
+    ) -> tuple[dict[int, StageEngine], dict[int, dict[str, Any]]]:
+        """The engines of this worker's stages with their states, and the weights that were best."""
+        job, me = self.around.job, self.around.me.worker
+        assert self.comm is not None
+        backend = install_backend(self.comm)
+        layers = job.fresh_layers()
+        engines: dict[int, StageEngine] = {}
+        best: dict[int, dict[str, Any]] = {}
+        try:
+            for stage, state in states.items():
+                layer_range = job.layout.layers_of(stage)
+                if state is not None:
+                    for index in layer_range:
+                        for name, parameter in layers[index].named_parameters():
+                            saved = state.tensors.get(f"model/layers.{index}.{name}")
+                            if saved is not None:
+                                parameter.data.copy_(saved)
+                    best[stage] = {
+                        name.removeprefix("best/"): value
+                        for name, value in state.tensors.items()
+                        if name.startswith("best/")
+                    }
+                engines[stage] = StageEngine(
+                    stage,
+                    {i: layers[i] for i in layer_range},
+                    job.config.deepspeed,
+                    job.config.train.weight_decay_layers,
+                    self.comm,
+                    backend,
+                    contributes=self.plan.holders[stage][0] == me,
+                    device=job.device,
+                )
+                if state is not None:
+                    engines[stage].load_optimizer(state.tensors)
+                    engines[stage].load_schedule(progress.schedule)
+        except PeerLostError:
+            for engine in engines.values():
+                engine.release()
+            raise
+        return engines, best
 
     def _work_by(self, plan: Plan) -> None:
         """Run steps by ``plan`` from now on."""

@@ -127,9 +127,11 @@ def test_a_stopped_worker_is_left_behind_and_changes_nothing_when_it_wakes(
 
 
 @pytest.mark.timeout(200)
-def test_churn(trainers: Trainers, raw: dict[str, Any]) -> None:
+@pytest.mark.parametrize("zero", [0, 1])
+def test_churn(trainers: Trainers, raw: dict[str, Any], zero: int) -> None:
     """A kill and a rejoin every few steps: no generation leaves anything behind in a survivor."""
-    changed = merged(raw, [("train.max_steps", 250)])
+    stage = ("deepspeed.zero_optimization.stage", zero)
+    changed = merged(raw, [("train.max_steps", 180), stage])
     wanted = trainers.train(changed, 1, "undisturbed")
     job = trainers.start(changed, 3, "run")
     used = []
