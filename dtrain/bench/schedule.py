@@ -81,7 +81,7 @@ class RealRun:
 
 @dataclass
 class Scale:
-    """Seconds of a plan and milliseconds of a replan, least of three.
+    """Seconds of a plan and milliseconds of a replan, on one core, least of three.
 
     ``plan_s``: a run's first plan; ``searched_s``: one for uneven costs, searched where it is
     small. ``replan_ms``: what a run does after a loss (``replan_or_relayout``); ``little_ms``: its
@@ -316,12 +316,12 @@ def _scale(workers: int, microbatches: int) -> Scale:
 
 
 def _least_s(makers: Sequence[Callable[[], Plan]]) -> float:
-    """The least time of making one of some plans, its worker's own order included."""
+    """The least processor time of making one of some plans, a worker's own order included."""
     taken = []
     for make in makers:
-        began = time.perf_counter()
+        began = time.process_time()
         _sort_own(make())
-        taken.append(time.perf_counter() - began)
+        taken.append(time.process_time() - began)
     return min(taken)
 
 
