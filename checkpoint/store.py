@@ -322,6 +322,10 @@ class CheckpointStore:
                 pending.committed(info)
             except BaseException as error:  # whoever asks for the result gets it
                 pending.failed(error)
+            finally:
+                # Its error's frames hold the group, which must not outlive its generation.
+                if self._last is pending:
+                    self._last = None
 
         self._last = pending
         # A thread that the interpreter does not wait for: a store that hangs must not keep a
@@ -342,9 +346,9 @@ class CheckpointStore:
 
     def _wait_for_last(self, group: Exchange) -> None:
         """Wait for an unfinished save, whose outcome is for the one who began it."""
-        while self._last is not None and not self._last.wait(_POLL_S):
+        last = self._last
+        while last is not None and not last.wait(_POLL_S):
             group.check()
-        self._last = None
 
     def load_into(self, info: CheckpointInfo, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors in place from a checkpoint, reading only these; no collectives.

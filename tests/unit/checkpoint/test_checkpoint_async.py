@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,3 +199,18 @@ def test_waiting_for_an_unfinished_save_ends_with_the_generation(tmp_path: Path)
     with pytest.raises(PeerLostError):
         stuck.result(WAIT_S)
     assert store.save(2, tensors_of(2), {}) == store.newest()
+
+
+def test_a_broken_save_does_not_keep_its_group(tmp_path: Path) -> None:
+    """A generation's sockets would stay open until the next save."""
+    store, group = CheckpointStore(str(tmp_path)), Ended()
+    group.over = True
+    with pytest.raises(PeerLostError):
+        store.save_async(1, tensors_of(1), {}, exchange=group).result(WAIT_S)
+    for thread in threading.enumerate():
+        if thread.name.startswith("dtrain-checkpoint"):
+            thread.join(WAIT_S)
+    alive = weakref.ref(group)
+    del group
+    gc.collect()
+    assert alive() is None
