@@ -34,7 +34,7 @@ from dtrain.runtime.transport import KIND_SNAPSHOT, Key
 from dtrain.scheduler.membership import Peer
 from dtrain.scheduler.snapshots import due, keeper, outdated
 
-_POLL_S = 0.002
+_POLL_S = 0.0005
 _SMALL_BYTES = 8 << 20
 """Of sharded state of the whole model, which takes a few milliseconds to gather."""
 _LOOK_AT_ALL = 16
@@ -81,6 +81,8 @@ class Snapshots:
         self._taken: list[int] = []
         self._awaited: list[int] = []
         self._begun: list[_Begun] = []
+        # Who had room at the step that is being sent, whose stages need not wait for each other.
+        self._let_in: set[tuple[int, Peer]] = set()
         self._changing = {stage: Changing() for stage in self._holdings.engines}
         # Where the run went back to an older step, that which it goes through again is not kept.
         held, now = self._holdings.snapshots, self._holdings.progress.step
@@ -156,7 +158,9 @@ class Snapshots:
             "progress": begun.state.progress.as_json(),
         }
         peer = generation.peers[self._send[begun.stage]]
-        self._wait_for_room(peer)
+        if (begun.step, peer) not in self._let_in:
+            self._wait_for_room(peer)
+            self._let_in = {(begun.step, peer), *(s for s in self._let_in if s[0] == begun.step)}
         key = Key(KIND_SNAPSHOT, begun.step, begun.stage)
         generation.around.transport.send(peer, key, [pack_json(head), *flat])
 
@@ -200,7 +204,7 @@ class Snapshots:
                     tensors |= {name: before[name] for name in said["same"]}
                 held[step, stage] = StageState(tensors, Progress.of(said["progress"]))
             self._awaited.remove(step)
-        self._drop_old()
+            self._drop_old()
 
     def _drop_old(self) -> None:
         held = self._holdings.snapshots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -63,8 +63,9 @@ class Progress:
         return cls(**{**saved, "best": best, "vote": vote})
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+        """Plain JSON values, which share what this has: to be written or sent at once."""
+        raw = {field.name: getattr(self, field.name) for field in fields(self)}
+        return raw | {"best": asdict(self.best) if self.best is not None else None}
 
     def copy(self) -> Progress:
         """A copy that later progress does not change."""
@@ -227,7 +228,8 @@ class Checkpoints:
         return {
             "identity": self._job.identity,
             "config": self._job.config.model_dump(mode="json"),
-            "progress": progress.as_json(),
+            # Training goes on while it is written.
+            "progress": progress.copy().as_json(),
             "workers": len(comm.workers),
             "stages": self._job.layout.num_stages,
         }
