@@ -158,6 +158,15 @@ def test_what_grows_with_every_generation_is_seen(tmp_path: Path) -> None:
     ]
     del watch.resources[2]
     assert resources_kept(watch, 10) == []
+    # Stages that it comes to hold with others bring groups.
+    plans = [
+        {"kind": "generation_started", "reason": "", "workers": [0, 1], "holders": held}
+        for held in ([[0], [1], [1]], [[0, 1], [0, 1], [0, 1]])
+    ]
+    watch = watch_of(tmp_path, *plans)
+    for last, limit in ((90, 40), (91, 40)):
+        watch.resources = {1: Resources(0, (50, 20), deque([(last, 20)]))}
+        assert bool(resources_kept(watch, 2)) == (last - 50 > limit)
 
 
 def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
