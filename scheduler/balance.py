@@ -12,13 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dtrain.scheduler.assignment import Assignment
 from dtrain.scheduler.costs import TICKS_PER_S, UNIFORM, Cluster, StepCosts
 from dtrain.scheduler.fit import median
-from dtrain.scheduler.order import order_actions
 from dtrain.scheduler.plan import Plan, Table
+from dtrain.scheduler.planner import in_order
 from dtrain.scheduler.predict import predict
-from dtrain.scheduler.search import choose_balance
+from dtrain.scheduler.search import choose_balance, levelled
 
 _GRAIN = 0.05
 _SLACK = 0.05
@@ -151,7 +150,7 @@ class Balancer:
             choice = choose_balance(plan, costs, wanted)
             better, then, how = choice.plan, choice.prediction.step_ticks, choice.name
         else:
-            better = levelled(plan, costs, wanted)
+            better = in_order(levelled(plan, costs, wanted, may_hold=False), costs, wanted)
             then, how = predict(better, costs, wanted).step_ticks, plan.layout.schedule
         same = better.executors == plan.executors
         if then > most or (same and then > (1.0 - self.policy.gain) * now):
@@ -172,18 +171,6 @@ class Balancer:
             if abs(value - 1.0) > self.policy.deadband:
                 out[w] = max(_GRAIN, round(value / _GRAIN) * _GRAIN)
         return out
-
-
-def levelled(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Plan:
-    """The plan with its load shared out by the workers' speeds among each stage's holders.
-
-    Members, holders, generation and the schedule's bound on microbatches in flight stay.
-    """
-    work = Assignment(plan, plan.workers, costs, cluster)
-    work.level(may_hold=False)
-    executors = tuple(tuple(runs) for runs in work.executors)
-    actions = order_actions(plan.layout, plan.workers, executors, costs, cluster)
-    return replace(plan, executors=executors, actions=actions)
 
 
 def fitted(plan: Plan, window: Sequence[StepTimes]) -> tuple[StepCosts, dict[int, float]]:

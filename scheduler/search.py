@@ -104,7 +104,7 @@ def choose_plan(
             drawn.append(("least load", plan))
             if layout.num_stages > 1 and not staged:
                 drawn.append(("whole microbatches", _whole(plan, known, cluster)))
-                drawn.append(("levelled over stages", _levelled(plan, known, cluster)))
+                drawn.append(("levelled over stages", levelled(plan, known, cluster)))
         return drawn
 
     choice = _choose(drafts, costs, cluster, SEARCH_ACTIONS)
@@ -146,17 +146,15 @@ def reschedule(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Choi
     return _choose(lambda known: [("", plan)], costs, cluster, REPLAN_ACTIONS)
 
 
-def choose_balance(
-    plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM, *, may_hold: bool = False
-) -> Choice:
-    """The plan with its load levelled for the workers' speeds; members and generation stay.
+def choose_balance(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Choice:
+    """The plan with its load levelled for the workers' speeds; members and holders stay.
 
-    Without ``may_hold`` every executor holds its stage already, so that nothing is transferred.
-    Nobody is left out for being slow: a worker keeps the share that it can finish in time.
+    Every executor holds its stage already, so that nothing is transferred. Nobody is left out for
+    being slow: a worker keeps the share that it can finish in time.
     """
 
     def drafts(known: StepCosts) -> list[tuple[str, Plan]]:
-        level = _levelled(plan, known, cluster, may_hold)
+        level = levelled(plan, known, cluster, may_hold=False)
         return [("", level), *_whole_again(level, plan, known, cluster)]
 
     return _choose(drafts, costs, cluster, REPLAN_ACTIONS)
@@ -202,12 +200,18 @@ def _dealt_in_turn(staged: Plan) -> Plan:
     return replace(staged, executors=executors)
 
 
-def _levelled(staged: Plan, costs: StepCosts, cluster: Cluster, may_hold: bool = True) -> Plan:
-    work = Assignment(staged, staged.workers, costs, cluster)
+def levelled(
+    plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM, *, may_hold: bool = True
+) -> Plan:
+    """The plan with its load shared out by the workers' speeds; its actions are not in order yet.
+
+    ``may_hold``: a worker may become a further holder of a stage.
+    """
+    work = Assignment(plan, plan.workers, costs, cluster)
     work.level(may_hold)
     holders = tuple(tuple(sorted(held)) for held in work.holders)
     executors = tuple(tuple(runs) for runs in work.executors)
-    return replace(staged, holders=holders, executors=executors)
+    return replace(plan, holders=holders, executors=executors)
 
 
 def _whole(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:

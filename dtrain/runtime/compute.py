@@ -84,7 +84,7 @@ class StageCompute:
         self._seed = seed
         self._is_last = is_last
         self._index = {id(p): i for i, p in enumerate(engine.parameters)}
-        self._recompute = recompute
+        self.recompute = recompute
         self._given: dict[int, _Given] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self.grads: dict[int, list[Tensor | None]] = {}
@@ -133,7 +133,7 @@ class StageCompute:
         ``step_seeds``: seeds of the whole step, by which the loss of the last stage is divided.
         """
         given = _Given(step, inputs, received, step_seeds)
-        if not self._recompute:
+        if not self.recompute:
             return self._forward(microbatch, given)
         self._given[microbatch] = given
         with torch.no_grad():
@@ -165,7 +165,7 @@ class StageCompute:
 
         ``received``: gradients of the forward's float outputs, or None on the last stage.
         """
-        if self._recompute:
+        if microbatch in self._given:
             self._forward(microbatch, self._given.pop(microbatch))
         flight = self._in_flight.pop(microbatch)
         grads: list[Tensor | None] = [None] * len(self._index)

@@ -385,7 +385,6 @@ class Generation:
             self.around.recorder,
             self.around.model,
         )
-        self.recompute = recomputing(job.config, self.plan, job.shapes, lambda: job.sizes)
         reference = CostModel.of_learnt(progress.memory.get("costs", []))
         self._computes = {
             s: StageCompute(
@@ -395,7 +394,6 @@ class Generation:
                 reference,
                 job.config.seed,
                 is_last=s == self.plan.num_stages - 1,
-                recompute=self.recompute[s],
             )
             for s, engine in engines.items()
         }
@@ -459,6 +457,9 @@ class Generation:
         """Run steps by ``plan`` from now on."""
         job, me, holdings = self.around.job, self.around.me.worker, self.holdings
         self.plan = holdings.plan = plan
+        self.recompute = recomputing(job.config, plan, job.shapes, lambda: job.sizes)
+        for stage, compute in self._computes.items():
+            compute.recompute = self.recompute[stage]
         holdings.costs, holdings.slowness = self.costs, dict(self.cluster.slowness)
         holdings.transaction = StepTransaction(
             plan,

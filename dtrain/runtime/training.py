@@ -98,6 +98,7 @@ class Training:
                     self._snapshot(force=True)
                     return self._part("somebody waits to be let in")
                 self._rebalance(outcome)
+                self._learn()
         finally:
             self.stop()
         self._finish()
@@ -134,10 +135,6 @@ class Training:
         if self._balancer is None or outcome.skipped or len(generation.peers) == 1:
             return
         move = self._balancer.observe(generation.plan, outcome.times, generation.cluster)
-        done = self._holdings.progress.step
-        if done == _LEARN_FIRST or done % _LEARN_EVERY == 0:
-            generation.learn()
-            self._balancer.forget()
         if move is None:
             return
         assert prefetcher is not None
@@ -154,6 +151,14 @@ class Training:
                 executors=[list(e) for e in move.plan.executors],
                 slowness={str(w): round(f, 3) for w, f in move.slowness.items()},
             )
+
+    def _learn(self) -> None:
+        """Now and then tell each other what the layers cost; the checkpoint keeps it."""
+        done = self._holdings.progress.step
+        if done == _LEARN_FIRST or done % _LEARN_EVERY == 0:
+            self._generation.learn()
+            if self._balancer is not None:
+                self._balancer.forget()
 
     def _step(self, step: int, wishes: Wishes) -> Outcome:
         transaction = self._holdings.transaction
