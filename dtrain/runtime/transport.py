@@ -5,7 +5,9 @@ which a stopped peer blocks for ever), so activations, their gradients and state
 thread does all socket work, sends never block the caller, and a receive ends at once when the
 fault flag is set. Every worker keeps a connection to every other one, whatever the generation:
 a connection that ends without a goodbye is a death notice that comes within a millisecond, and
-a peer from which nothing comes for the lease (idle connections carry heartbeats) is silent.
+a peer from which nothing comes for the lease (idle connections carry heartbeats) is silent. Who
+gives a silent peer up tells it so: if it can still hear, it must not take the end of the
+connection for a death.
 
 Each connection carries frames one way, from the worker that opened it. A frame is a fixed header
 (generation, key, number of tensors), each tensor's dtype and shape, then the raw bytes. Frames of
@@ -61,6 +63,7 @@ KIND_NOTE = 4
 KIND_SNAPSHOT = 5
 _KIND_BYE = -1
 _KIND_HEARTBEAT = -2
+_KIND_GIVEN_UP = -3
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class _Outgoing:
     events: int = 0
     began_s: float = field(default_factory=time.monotonic)
     sent_s: float = 0.0
+    end_s: float | None = None  # it ends when all is sent, or at this time
 
 
 class Transport:
@@ -222,7 +226,7 @@ class Transport:
         """Whether all that was queued for ``to`` has left; True for a peer that is gone."""
         with self._lock:
             outgoing = self._outgoing.get(to)
-            return outgoing is None or not outgoing.queue
+            return outgoing is None or to in self._lost or not outgoing.queue
 
     def _enqueue(self, to: Peer, parts: list[memoryview]) -> None:
         """Have a frame sent, unless an injected fault loses it or makes it late."""
@@ -409,6 +413,9 @@ class Transport:
             return
         except OSError:
             self._outgoing_ended(outgoing)
+            return
+        if outgoing.end_s is not None:
+            self._forget_outgoing(outgoing)
 
     def _forget_outgoing(self, outgoing: _Outgoing) -> None:
         if outgoing.events:
@@ -431,7 +438,10 @@ class Transport:
         for outgoing in list(self._outgoing.values()):
             if not outgoing.events:
                 continue
-            if not outgoing.connected:
+            if outgoing.end_s is not None:
+                if now > outgoing.end_s:
+                    self._forget_outgoing(outgoing)
+            elif not outgoing.connected:
                 if now - outgoing.began_s > self._lease_s:
                     self._lose(outgoing.peer, "does not answer", False)
             elif not outgoing.queue and now - outgoing.sent_s > self._lease_s / 5:
@@ -513,6 +523,9 @@ class Transport:
         if magic != _MAGIC or count > _MAX_TENSORS:
             self._incoming_ended(incoming, "sent a malformed frame")
             return False
+        if kind == _KIND_GIVEN_UP and incoming.peer is not None:
+            self._lose(incoming.peer, "does not hear this worker", False)
+            return False
         if kind in (_KIND_BYE, _KIND_HEARTBEAT):
             if kind == _KIND_BYE and incoming.peer is not None:
                 self._said_bye.add(incoming.peer)
@@ -580,12 +593,24 @@ class Transport:
             outgoing = self._outgoing.get(peer)
         self._heard_s.pop(peer, None)
         if outgoing is not None:
-            self._forget_outgoing(outgoing)
+            if certain or not self._tell_given_up(outgoing):
+                self._forget_outgoing(outgoing)
         incoming = self._incoming.pop(peer, None)
         if incoming is not None:
             self._selector.unregister(incoming.sock)
             self._close(incoming.sock)
         self._on_loss(Loss(peer, reason, certain))
+
+    def _tell_given_up(self, outgoing: _Outgoing) -> bool:
+        """Have a peer told that this worker gave it up, behind what is on the way to it."""
+        fault = self._network()
+        unheard = fault is not None and outgoing.peer.worker in fault.drop_to
+        if unheard or not outgoing.connected or not outgoing.events:
+            return False
+        outgoing.end_s = time.monotonic() + self._lease_s
+        with self._lock:
+            outgoing.queue.append(memoryview(_header(0, Key(_KIND_GIVEN_UP, 0, 0), [])))
+        return True
 
     def _release(self) -> None:
         for registered in list(self._selector.get_map().values()):

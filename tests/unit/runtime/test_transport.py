@@ -206,6 +206,12 @@ def test_an_injected_network_fault_loses_frames_one_way_or_makes_them_late() -> 
     assert not silent.certain
     assert "silent" in silent.reason
     assert not pair.ends[1].has(key(4))
+    # The mute one still hears: it must not take its closed connections for the other's death.
+    until(lambda: any(loss.peer == pair.peers[1] for loss in pair.losses))
+    told = next(loss for loss in pair.losses if loss.peer == pair.peers[1])
+    assert not told.certain
+    assert "does not hear" in told.reason
+    until(lambda: not any(o.events for end in pair.ends for o in end._outgoing.values()))
     for end in pair.ends:
         end.close()
 
