@@ -20,7 +20,7 @@ INPUTS := pyproject.toml constraints.txt
 help:
 	@echo "make demo   train a small generated graph with 4 workers, installation included"
 	@echo "make test   run the tests"
-	@echo "make chaos  whole jobs under torchrun with faults"
+	@echo "make chaos  whole jobs under torchrun with faults: every scenario, and a soak"
 	@echo "make check  lint, formatting and types"
 	@echo "make clean  remove the virtual environment and everything generated"
 
@@ -37,6 +37,8 @@ test: $(VENV)/.installed-dev
 # Whole jobs under torchrun with faults, hosts as network namespaces among them: minutes.
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m chaos
+	$(BIN)/dtrain chaos --all --matrix --folder runs/chaos
+	$(BIN)/dtrain chaos --soak 10 --seed 1 --folder runs/chaos
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -592,9 +592,8 @@ class Transport:
             self._lost.add(peer)
             outgoing = self._outgoing.get(peer)
         self._heard_s.pop(peer, None)
-        if outgoing is not None:
-            if certain or not self._tell_given_up(outgoing):
-                self._forget_outgoing(outgoing)
+        if outgoing is not None and (certain or not self._tell_given_up(outgoing)):
+            self._forget_outgoing(outgoing)
         incoming = self._incoming.pop(peer, None)
         if incoming is not None:
             self._selector.unregister(incoming.sock)

@@ -41,8 +41,9 @@ class Shape:
 
     ``world_size``: workers that it was launched with. ``sharded``: optimizer state is split over a
     stage's holders. ``lease_s``: silence after which a peer counts as lost. ``respawn_s``: from a
-    process's end to its next life. ``closes_on_loss``: who loses a peer closes its connection, and
-    the peer takes that for its end. ``snapshot_every``, ``checkpoint_every``: in steps.
+    process's end to its next life. ``closes_on_loss``: of whoever gives a peer up, the peer sees
+    nothing but the end of the connection, and takes that for a death. ``snapshot_every``,
+    ``checkpoint_every``: in steps.
     ``cluster``: failure domains. ``relayout``: the work may be laid out anew.
     """
 
@@ -310,14 +311,11 @@ class World(Invariants):
         life.told.add((peer, certain))
         life.notice(core.Lost(peer, reason, certain))
         near = self.network.connected(life.peer.worker, peer.worker)
-        if self.shape.closes_on_loss and not certain and near:
-            # It closes its connections to whom it has lost, who takes that for its end.
-            other = self.lives[peer]
-            self.later(
-                other,
-                self.delay(),
-                lambda: self._tell_lost(other, life.peer, "closed its connection", True),
-            )
+        if not certain and near:
+            # It tells whom it gives up; in the worst case only the connection's end comes through.
+            other, ends = self.lives[peer], self.shape.closes_on_loss
+            how = "closed its connection" if ends else "does not hear this worker"
+            self.later(other, self.delay(), lambda: self._tell_lost(other, life.peer, how, ends))
         course = life.course
         if course is not None and peer in course.peers.values() and not self.reaches_log(life):
             # The membership has to change and cannot: this is the end, in a resumable state.
