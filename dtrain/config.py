@@ -49,6 +49,7 @@ class ModelConfig(Section):
     layers: int = Field(2, ge=1)
     hidden: int = Field(64, ge=1)
     dropout: float = Field(0.5, ge=0, lt=1)
+    input_dropout: float | None = Field(None, ge=0, lt=1)
     attention_dropout: float | None = Field(None, ge=0, lt=1)
     heads: int = Field(8, ge=1)
     output_heads: int = Field(1, ge=1)
@@ -57,6 +58,12 @@ class ModelConfig(Section):
     norm: Literal["none", "layer"] = "none"
     residual: bool = False
     options: dict[str, Any] = Field(default_factory=dict)
+
+    def dropout_of(self, layer: int) -> float:
+        """The probability of dropout on the input of a layer."""
+        if layer == 0 and self.input_dropout is not None:
+            return self.input_dropout
+        return self.dropout
 
     @model_validator(mode="after")
     def _name(self) -> ModelConfig:

@@ -113,7 +113,13 @@ def _ours(
     run_dir.mkdir()
     config: dict[str, Any] = {
         "data": {"store": str(store)},
-        "model": {"name": "sage", "layers": len(FANOUTS), "hidden": HIDDEN, "dropout": 0.2},
+        "model": {
+            "name": "sage",
+            "layers": len(FANOUTS),
+            "hidden": HIDDEN,
+            "dropout": 0.2,
+            "input_dropout": 0.0,
+        },
         "sampler": {"name": "neighbor", "fanouts": list(FANOUTS)},
         "train": {"max_steps": _WARM_UP + steps, "batch_size": BATCH},
         "parallel": {

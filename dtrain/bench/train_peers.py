@@ -146,7 +146,11 @@ def _ddp(store: GraphStore, options: Any) -> dict[str, Any] | None:
         seed=0,
     )
     config = ModelConfig(
-        name="sage", layers=len(options.fanouts), hidden=options.hidden, dropout=0.2
+        name="sage",
+        layers=len(options.fanouts),
+        hidden=options.hidden,
+        dropout=0.2,
+        input_dropout=0.0,
     )
     meta = store.meta
     model = DistributedDataParallel(

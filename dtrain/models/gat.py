@@ -80,8 +80,8 @@ def _per_head(attention: Tensor) -> Tensor:
 
 def build(config: ModelConfig, in_features: int, num_classes: int) -> list[nn.Module]:
     """The layers of a GAT: ``heads`` x ``hidden`` columns between layers, ``output_heads`` averaged
-    at the end; ``dropout``, ``attention_dropout`` (else ``dropout``), ``residual``, ``norm`` and
-    ``activation`` (the paper's is ``elu``) apply."""
+    at the end; ``dropout``, ``input_dropout`` and ``attention_dropout`` (else ``dropout``),
+    ``residual``, ``norm`` and ``activation`` (the paper's is ``elu``) apply."""
     attention_p = config.dropout if config.attention_dropout is None else config.attention_dropout
     layers: list[nn.Module] = []
     fan_in, joined = in_features, config.heads * config.hidden
@@ -92,7 +92,7 @@ def build(config: ModelConfig, in_features: int, num_classes: int) -> list[nn.Mo
                 fan_in,
                 config.hidden,
                 config.heads,
-                p=config.dropout,
+                p=config.dropout_of(len(layers)),
                 attention_p=attention_p,
                 tail=tail,
             )
@@ -103,7 +103,7 @@ def build(config: ModelConfig, in_features: int, num_classes: int) -> list[nn.Mo
             fan_in,
             num_classes,
             config.output_heads,
-            p=config.dropout,
+            p=config.dropout_of(len(layers)),
             attention_p=attention_p,
             average=True,
         )

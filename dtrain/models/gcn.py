@@ -75,9 +75,10 @@ def norm_weights(block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def build(config: ModelConfig, in_features: int, num_classes: int) -> list[nn.Module]:
-    """The layers of a GCN; ``dropout``, ``residual``, ``norm`` and ``activation`` apply."""
+    """The layers of a GCN; ``dropout``, ``input_dropout``, ``residual``, ``norm`` and
+    ``activation`` apply."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in widths(config, in_features, num_classes):
         tail = Tail(config, fan_in, fan_out) if len(layers) < config.layers - 1 else None
-        layers.append(GcnLayer(fan_in, fan_out, config.dropout, tail))
+        layers.append(GcnLayer(fan_in, fan_out, config.dropout_of(len(layers)), tail))
     return layers

@@ -62,10 +62,11 @@ class SageLayer(nn.Module):
 
 
 def build(config: ModelConfig, in_features: int, num_classes: int) -> list[nn.Module]:
-    """The layers of a GraphSAGE; ``aggregator``, ``dropout``, ``residual``, ``norm`` and
-    ``activation`` apply."""
+    """The layers of a GraphSAGE; ``aggregator``, ``dropout``, ``input_dropout``, ``residual``,
+    ``norm`` and ``activation`` apply."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in widths(config, in_features, num_classes):
         tail = Tail(config, fan_in, fan_out) if len(layers) < config.layers - 1 else None
-        layers.append(SageLayer(fan_in, fan_out, config.dropout, config.aggregator, tail))
+        p = config.dropout_of(len(layers))
+        layers.append(SageLayer(fan_in, fan_out, p, config.aggregator, tail))
     return layers

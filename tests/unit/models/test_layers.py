@@ -166,6 +166,18 @@ def test_dropout_is_on_all_of_the_input(
     assert torch.equal(layers[0](part[0], features, ctx), expected)
 
 
+@pytest.mark.parametrize("model", ["gcn", "sage mean", "sage max", "gat"])
+def test_input_dropout_is_that_of_the_first_layer(
+    model: str, part: tuple[Block, Tensor], features: Tensor
+) -> None:
+    given = {"dropout": 0.5, "input_dropout": 0.0, "attention_dropout": 0.0}
+    layers = layers_of(model, features.shape[1], layers=2, **given)
+    assert [layer.p for layer in layers] == [0.0, 0.5]
+    ctx = LayerContext(11, training=True)
+    expected = layers[0](part[0], features, EVALUATE)
+    assert torch.equal(layers[0](part[0], features, ctx), expected)
+
+
 @EACH
 def test_layers_as_segments_give_the_gradients_of_the_whole(
     model: str, whole: Block, features: Tensor
