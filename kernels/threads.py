@@ -1,7 +1,9 @@
 """Compiled loops on the threads that torch uses in this process.
 
 Rows are cut into ranges of about equal work and each row is computed by one thread alone, so the
-number of threads never changes a result. Loops release the interpreter's lock.
+number of threads never changes a result. A thread that is done with a range takes the next: one
+that has to share its core with a sampler or with other work gets fewer. Loops release the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import torch
 
 SERIAL_WORK = 1 << 16
 """Elements below which handing work to another thread costs more than it saves."""
+_RANGES = 4
+"""For each thread, where there is work enough."""
 
 
 def thread_count() -> int:
@@ -34,8 +38,8 @@ def over_rows(indptr: Any, work_per_entry: int, loop: Callable[[int, int], None]
     """
     num_rows = len(indptr) - 1
     total = int(indptr[-1]) + num_rows
-    parts = min(thread_count(), num_rows)
-    if parts <= 1 or total * work_per_entry < SERIAL_WORK:
+    parts = min(_parts(total * work_per_entry), num_rows)
+    if parts <= 1:
         loop(0, num_rows)
         return
     bounds = [0, *(_row_of(indptr, total * i // parts) for i in range(1, parts)), num_rows]
@@ -44,11 +48,19 @@ def over_rows(indptr: Any, work_per_entry: int, loop: Callable[[int, int], None]
 
 def over_range(size: int, work_per_item: int, loop: Callable[[int, int], None]) -> None:
     """Call ``loop(first, end)`` for ranges that cover ``size`` items of equal work, in parallel."""
-    parts = min(thread_count(), size)
-    if parts <= 1 or size * work_per_item < SERIAL_WORK:
+    parts = min(_parts(size * work_per_item), size)
+    if parts <= 1:
         loop(0, size)
         return
     _run([size * i // parts for i in range(parts + 1)], loop)
+
+
+def _parts(work: int) -> int:
+    """How many ranges so many elements are worth."""
+    threads = thread_count()
+    if threads == 1 or work < SERIAL_WORK:
+        return 1
+    return threads * max(1, min(_RANGES, work // (threads * SERIAL_WORK)))
 
 
 def _row_of(indptr: Any, work: int) -> int:
@@ -67,22 +79,22 @@ def _run(bounds: list[int], loop: Callable[[int, int], None]) -> None:
     ranges = list(itertools.pairwise(bounds))
     openmp = _openmp()
     if openmp is None:
-        with ThreadPoolExecutor(len(ranges)) as pool:
+        with ThreadPoolExecutor(min(thread_count(), len(ranges))) as pool:
             for future in [pool.submit(loop, first, end) for first, end in ranges]:
                 future.result()
         return
     errors: list[BaseException] = []
+    turns = iter(ranges)  # whose next is one step under the interpreter's lock
 
     def part(_: object) -> None:
-        # The team may come out smaller than asked for; then a thread has several ranges.
-        for first, end in ranges[openmp.omp_get_thread_num() :: openmp.omp_get_num_threads()]:
+        for first, end in turns:
             try:
                 loop(first, end)
             except BaseException as error:
                 # Nothing may be raised through OpenMP: handed to the caller instead.
                 errors.append(error)
 
-    openmp.GOMP_parallel(_PART(part), None, len(ranges), 0)
+    openmp.GOMP_parallel(_PART(part), None, min(thread_count(), len(ranges)), 0)
     if errors:
         raise errors[0]
 
