@@ -12,6 +12,8 @@ from dtrain.faults.spec import HOW, PHASES
 
 # In checkpoint, recovery and join a fault strikes when the job next comes there.
 _STEP = 12
+_LONG = {"train.max_steps": 300}
+"""Whoever comes or comes back must find the job still running, on a busy machine too."""
 
 
 def catalog() -> dict[str, Scenario]:
@@ -71,14 +73,14 @@ def _kills() -> Iterator[Scenario]:
         "kill-join",
         "SIGKILL of a worker that comes back, while it joins",
         lambda shape: [crash(1, phase="forward"), crash(1, phase="join")],
-        overrides={"train.max_steps": 120},
+        overrides=_LONG,
         expect=Expectation(replayed=2, fired=2),
     )
     yield Scenario(
         "kill-giver",
         "SIGKILL of a survivor while another worker joins",
         lambda shape: [crash(1, phase="forward"), crash(0, phase="join")],
-        overrides={"train.max_steps": 120},
+        overrides=_LONG,
         expect=Expectation(replayed=2, lost=1, fired=2),
     )
     for name, stage in (("first", 0), ("middle", 1), ("last", 2)):
@@ -371,12 +373,11 @@ def _hosts() -> Iterator[Scenario]:
 
 
 def _newcomers() -> Iterator[Scenario]:
-    long = {"train.max_steps": 300}
     yield Scenario(
         "join",
         "two workers join a job that runs",
         acts=(Act("join", 0, _STEP),),
-        overrides=long,
+        overrides=_LONG,
         expect=Expectation(replayed=0, evicted=False, fired=0, workers=6),
     )
     yield Scenario(
@@ -385,7 +386,7 @@ def _newcomers() -> Iterator[Scenario]:
         acts=(Act("join", 2, _STEP),),
         hosts=2,
         spare_hosts=1,
-        overrides=long,
+        overrides=_LONG,
         expect=Expectation(replayed=0, evicted=False, fired=0, workers=6),
         limit_s=300.0,
     )
@@ -394,7 +395,7 @@ def _newcomers() -> Iterator[Scenario]:
         "one of two hosts is killed, and comes back",
         acts=(Act("kill", 1, _STEP), Act("join", 1, _STEP + 10)),
         hosts=2,
-        overrides=long,
+        overrides=_LONG,
         expect=Expectation(replayed=2, lost=1, recovery_s=30.0, fired=0, workers=4, scratch=True),
         limit_s=300.0,
     )
@@ -405,7 +406,7 @@ def _newcomers() -> Iterator[Scenario]:
         hosts=2,
         spare_hosts=1,
         elastic=True,
-        overrides=long,
+        overrides=_LONG,
         expect=Expectation(replayed=0, evicted=False, fired=0, workers=6),
         limit_s=300.0,
     )
