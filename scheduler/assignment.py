@@ -9,7 +9,10 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from dtrain.scheduler.costs import Cluster, StepCosts, scaled
 from dtrain.scheduler.domains import domain_labels, in_one_domain
-from dtrain.scheduler.plan import Plan
+from dtrain.scheduler.plan import Plan, executed_by
+
+_FEW = 8
+"""From so many workers on, it is quicker to look at all of a stage's at once."""
 
 _Pile = list[tuple[int, int]]
 """Microbatches of one executor on one stage, as ascending (ticks, microbatch)."""
@@ -45,9 +48,9 @@ class Assignment:
             ]
         self.load = self._loads()
         self.least = [min(row) for row in self.work]
-        # What each executor has long had, made for a stage when it is first asked for, and what it
-        # took over.
-        self._own: list[dict[int, _Pile] | None] = [None] * len(self.holders)
+        # What each executor has long had, made when it is first asked for, and what it took over.
+        self._own: list[dict[int, _Pile]] = [{} for _ in self.holders]
+        self._complete = [False] * len(self.holders)
         self.taken: list[dict[int, _Pile]] = [{} for _ in self.holders]
         total = sum(sum(row) for row in self.work)
         power = len(members) if self.weight is None else sum(1 / f for f in self.weight.values())
@@ -74,24 +77,23 @@ class Assignment:
                     load[w] += ticks if self.weight is None else scaled(ticks, self.weight[w])
         return load
 
-    def own(self, stage: int) -> dict[int, _Pile]:
-        """What each worker has executed of a stage all along and still does."""
+    def own(self, stage: int, worker: int) -> _Pile:
+        """What a worker has executed of a stage all along and still does."""
         piles = self._own[stage]
-        if piles is None:
-            piles = self._own[stage] = {}
+        if worker not in piles and not self._complete[stage]:
             taken = {m for pile in self.taken[stage].values() for _, m in pile}
-            row = self.work[stage]
-            for m, w in enumerate(self.executors[stage]):
-                if w in self.load and m not in taken:
-                    pile = piles.get(w)
-                    if pile is None:
-                        piles[w] = [(row[m], m)]
-                    else:
-                        pile.append((row[m], m))
-            if min(row) != max(row):
-                for pile in piles.values():
-                    pile.sort()
-        return piles
+            row, runs = self.work[stage], self.executors[stage]
+            if len(piles) < _FEW:
+                # Few workers give anything away.
+                found = {worker: executed_by(worker, runs)}
+            else:
+                self._complete[stage], found = True, {}
+                for m, w in enumerate(runs):
+                    if w in self.load and w not in piles:
+                        found.setdefault(w, []).append(m)
+            for w, mine in found.items():
+                piles[w] = sorted((row[m], m) for m in mine if m not in taken)
+        return piles.setdefault(worker, [])
 
     def _ticks(self, stage: int, microbatch: int, worker: int) -> int:
         ticks = self.work[stage][microbatch]
@@ -122,7 +124,7 @@ class Assignment:
         self.load[worker] += self._ticks(stage, microbatch, worker)
 
     def _executes(self, stage: int, worker: int) -> bool:
-        return bool(self.taken[stage].get(worker) or self.own(stage).get(worker))
+        return bool(self.taken[stage].get(worker) or self.own(stage, worker))
 
     def fill_gaps(self) -> None:
         """Find executors for what lost workers executed, and a holder for every stage.
@@ -146,9 +148,8 @@ class Assignment:
             for s, w in enumerate(columns[m]):
                 if w in self.load:
                     self.load[w] -= self._ticks(s, m, w)
-        intact = {column for m, column in enumerate(columns) if m not in torn}
-        routes = _Least(self.load, intact)
-        holders = [_Least(self.load, ((w,) for w in held)) for held in self.holders]
+        routes = _Least(self.load, {column for m, column in enumerate(columns) if m not in torn})
+        holders: list[_Least] = []
         # Longest first (Graham, 1969), so that the short ones even out what the long ones left.
         length = {m: sum(row[m] for row in self.work) for m in torn}
         for m in sorted(torn, key=lambda m: (-length[m], m)):
@@ -188,6 +189,8 @@ class Assignment:
         if found:
             return min(found, key=lambda route: self._end(m, route))
         # There is neither: each gap is filled by itself.
+        if not holders:
+            holders += [_Least(self.load, ((w,) for w in held)) for held in self.holders]
         filled = []
         for s, w in enumerate(column):
             least = holders[s].least()
@@ -218,8 +221,13 @@ class Assignment:
         load = self.load
         light = [(ticks, w) for w, ticks in load.items()]
         heapify(light)
+        # Who has no more than the least busy one would have with the shortest microbatch more.
+        level = [self.mean] * len(self.executors)
+        if self.weight is None:
+            level = [max(self.mean, light[0][0] + shortest) for shortest in self.least]
         heavy = [
-            [(-load[w], w) for w in set(runs) if load[w] > self.mean] for runs in self.executors
+            [(-load[w], w) for w in set(runs) if load[w] > enough]
+            for enough, runs in zip(level, self.executors, strict=True)
         ]
         for heap in heavy:
             heapify(heap)
@@ -247,8 +255,7 @@ class Assignment:
 
     def _take_from(self, stage: int, giver: int, microbatch: int) -> None:
         entry = (self.work[stage][microbatch], microbatch)
-        for piles in (self.taken[stage], self.own(stage)):
-            pile = piles.get(giver, [])
+        for pile in (self.taken[stage].get(giver, []), self.own(stage, giver)):
             at = bisect_left(pile, entry)
             if at < len(pile) and pile[at] == entry:
                 del pile[at]
@@ -291,10 +298,8 @@ class Assignment:
         gap = self.load[giver] - self.load[taker]
         give, take = self._factor(giver), self._factor(taker)
         ideal = gap / (give + take)
-        for fresh, piles in ((True, self.taken[stage]), (False, self.own(stage))):
-            pile = piles.get(giver)
-            if not pile:
-                continue
+        piles = (self.taken[stage].get(giver, []), self.own(stage, giver))
+        for fresh, pile in zip((True, False), piles, strict=True):
             # Of equal ones the last, from the end of the step.
             at = bisect_left(pile, (int(ideal) + 1, -1))
             for i in (at - 1, at):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import add
 
 from dtrain.scheduler.plan import Layout, Table
@@ -50,6 +51,10 @@ class StepCosts:
 
     def work(self) -> Table:
         """Ticks of forward and backward together."""
+        return self._work
+
+    @cached_property
+    def _work(self) -> Table:
         return tuple(
             tuple(map(add, fs, bs)) for fs, bs in zip(self.forward, self.backward, strict=True)
         )

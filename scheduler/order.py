@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import TypeVar
 
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
-from dtrain.scheduler.plan import Layout, Orders, Table
-
-_T = TypeVar("_T")
+from dtrain.scheduler.plan import Layout, Orders
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,10 @@ def ranked(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(rank)
 
 
+_Column = tuple[int, ...]
+"""The executors of one microbatch, stage by stage."""
+
+
 def order_actions(
     layout: Layout,
     workers: Sequence[int],
@@ -76,13 +77,87 @@ def order_actions(
 
     The step is executed on paper with the predicted costs (a forward 1 and a backward 2 where none
     are given); what a free worker starts first is next in its order. ``policy``: None: that of
-    :func:`policy_of`. The limit in flight counts for
-    each stage by itself, and a stage's backward needs only what later stages do: so the deepest
-    stage that has something in flight can always go on, and everything gets its turn.
+    :func:`policy_of`. The limit in flight counts for each stage by itself, and a stage's backward
+    needs only what later stages do: so the deepest stage that has something in flight can always go
+    on, and everything gets its turn. The workers' numbers decide nothing.
+
+    Microbatches that share no worker know nothing of each other. So each group of them is executed
+    by itself, and where all microbatches cost the same, groups of one shape are executed once.
     """
     costs = costs or StepCosts.even(layout)
     policy = policy or policy_of(layout, costs)
-    return _Paper(layout, workers, executors, costs, cluster, policy).run()
+    every = range(layout.microbatches)
+    order = sorted(every, key=policy.rank.__getitem__) if policy.rank else list(every)
+    columns = list(zip(*executors, strict=True))
+    groups = _groups(columns, order)
+    starts: list[Sequence[int]] = [()] * len(columns)
+    if len(groups) > 1 and not cluster.transfers_cost and _alike(costs):
+        seen: dict[object, list[_Column]] = {}
+        for group in groups:
+            shape, names = _shape(columns, group)
+            key = (shape, tuple(map(cluster.slow, names)) if cluster.slowness else ())
+            found = seen.get(key)
+            if found is None:
+                found = seen[key] = _Paper(columns, group, costs, cluster, policy).run([len(group)])
+            for m, column in zip(group, found, strict=True):
+                starts[m] = column
+    else:
+        flat = [m for group in groups for m in group]
+        found = _Paper(columns, flat, costs, cluster, policy).run([len(g) for g in groups])
+        for m, column in zip(flat, found, strict=True):
+            starts[m] = column
+    rows = list(zip(*starts, strict=True))
+    stages = layout.num_stages
+    return Orders(tuple(workers), executors, tuple(rows[:stages]), tuple(reversed(rows[stages:])))
+
+
+def _alike(costs: StepCosts) -> bool:
+    """Whether all microbatches cost the same on each stage."""
+    return all(row.count(row[0]) == len(row) for row in (*costs.forward, *costs.backward))
+
+
+def _groups(columns: Sequence[_Column], order: Sequence[int]) -> list[list[int]]:
+    """Microbatches that have workers in common, directly or by others; each group in order."""
+    routes: dict[_Column, list[int]] = {}
+    for m in order:
+        routes.setdefault(columns[m], []).append(m)
+    # A forest of routes: where each one leads, in the end to the first of its group.
+    leads = list(range(len(routes)))
+
+    def first(route: int) -> int:
+        while leads[route] != route:
+            leads[route] = route = leads[leads[route]]
+        return route
+
+    on: dict[int, int] = {}
+    for route, column in enumerate(routes):
+        for w in column:
+            other = on.setdefault(w, route)
+            if other != route:
+                a, b = sorted((first(other), first(route)))
+                leads[b] = a
+    groups: dict[int, list[int]] = {}
+    mixed = set()
+    for route, mine in enumerate(routes.values()):
+        at = first(route)
+        if at in groups:
+            groups[at] += mine
+            mixed.add(at)
+        else:
+            groups[at] = mine
+    if mixed:
+        rank = dict(zip(order, range(len(order)), strict=True))
+        for at in mixed:
+            groups[at].sort(key=rank.__getitem__)
+    return list(groups.values())
+
+
+def _shape(columns: Sequence[_Column], group: Sequence[int]) -> tuple[object, Sequence[int]]:
+    """Who of a group's workers executes what, whatever their numbers; and the workers."""
+    flat = [w for m in group for w in columns[m]]
+    numbers: dict[int, int] = {}
+    shape = tuple([numbers.setdefault(w, len(numbers)) for w in flat])
+    return shape, list(numbers)
 
 
 class _Pile:
@@ -111,110 +186,126 @@ class _Desk:
 
 
 class _Paper:
-    """One execution on paper.
+    """One execution on paper of some microbatches, in their order of precedence.
 
-    An action is a number here: its row times the microbatches, and its microbatch's place by rank.
-    Rows are the forwards up the stages and then the backwards down, so that what an action makes
-    possible stands one row further on.
+    An action is a number here: its row times the microbatches, and its microbatch's place. Rows are
+    the forwards up the stages and then the backwards down, so that what an action makes possible
+    stands one row further on.
     """
 
     def __init__(
         self,
-        layout: Layout,
-        workers: Sequence[int],
-        executors: Sequence[Sequence[int]],
+        columns: Sequence[_Column],
+        order: Sequence[int],
         costs: StepCosts,
         cluster: Cluster,
         policy: Policy,
     ) -> None:
-        self.stages, self.count = layout.num_stages, layout.microbatches
+        self.stages, self.count = costs.num_stages, len(order)
+        self.size = 2 * self.stages * self.count
         # The first backward.
         self.turn = self.stages * self.count
-        self.costs, self.cluster, self.policy = costs, cluster, policy
-        self.workers, self.executors = tuple(workers), executors
-        self.order = list(range(self.count))
-        if policy.rank:
-            self.order.sort(key=policy.rank.__getitem__)
-        self.team = {w: _Desk(w) for w in workers}
-        # For each action its worker, the worker's pile of its stage, and its time.
-        self.desks = self._both_ways([[self.team[w] for w in runs] for runs in executors])
-        self.piles = self._both_ways(self._deal())
+        self.order, self.costs, self.cluster, self.policy = order, costs, cluster, policy
+        # For each action its worker, the queue that it waits in, its worker's pile of its stage,
+        # and its time.
+        self.desks: list[_Desk] = []
+        self.piles: list[_Pile] = []
+        self.queues: list[list[int]] = []
+        self._deal([columns[m] for m in order])
         rows = (*costs.forward, *reversed(costs.backward))
-        self.ticks = [row[m] for row in rows for m in self.order]
+        self.ticks = [row[m] for row in rows for m in order]
         if cluster.slowness:
             pairs = zip(self.ticks, self.desks, strict=True)
             self.ticks = [scaled(ticks, cluster.slow(desk.worker)) for ticks, desk in pairs]
-        self.starts = [-1] * len(self.ticks)
-        # Actions that end at a time, and ``~action`` for those whose inputs arrive then.
-        self.agenda: dict[int, list[int]] = {}
-        self.times: list[int] = []
+        self.starts = [-1] * self.size
 
-    def _both_ways(self, rows: Sequence[Sequence[_T]]) -> list[_T]:
-        up = [[row[m] for m in self.order] for row in rows]
-        return [entry for row in (*up, *reversed(up)) for entry in row]
+    def _deal(self, columns: Sequence[_Column]) -> None:
+        """Give each worker its piles."""
+        team: dict[int, _Desk] = {}
+        desks: list[list[_Desk]] = []
+        piles: list[list[_Pile]] = []
+        for row in zip(*columns, strict=True):
+            for w in row:
+                if w not in team:
+                    team[w] = _Desk(w)
+                team[w].left += 1
+            desks.append([team[w] for w in row])
+            limit = self.policy.limit(self.stages, len(piles), self.costs.microbatches)
+            mine = {w: _Pile(limit) for w in row}
+            for w, pile in mine.items():
+                team[w].piles.append(pile)
+            piles.append([mine[w] for w in row])
+        if self.policy.backwards_first:
+            # Forwards of the last stages first.
+            for desk in team.values():
+                desk.piles.reverse()
+        self.desks = [desk for row in (*desks, *reversed(desks)) for desk in row]
+        self.piles = [pile for row in (*piles, *reversed(piles)) for pile in row]
+        self.queues = [pile.ready for pile in self.piles[: self.turn]]
+        self.queues += [desk.backwards for desk in self.desks[self.turn :]]
 
-    def _deal(self) -> list[list[_Pile]]:
-        """Each worker's piles; ``[stage][microbatch]`` of them."""
-        rows: list[list[_Pile]] = [[] for _ in self.executors]
-        stages = range(self.stages)
-        # Forwards of the last stages first, unless all forwards come first anyway.
-        for s in reversed(stages) if self.policy.backwards_first else stages:
-            limit = self.policy.limit(self.stages, s, self.count)
-            mine: dict[int, _Pile] = {}
-            for w in self.executors[s]:
-                desk = self.team[w]
-                desk.left += 1
-                if w not in mine:
-                    mine[w] = _Pile(limit)
-                    desk.piles.append(mine[w])
-                rows[s].append(mine[w])
-        return rows
+    def run(self, groups: Sequence[int]) -> list[_Column]:
+        """Execute the step; the starts of each microbatch's forwards and backwards, in order.
 
-    def run(self) -> Orders:
-        """Execute the step and return the starts."""
-        desks, agenda, times, count = self.desks, self.agenda, self.times, self.count
-        delayed = self.cluster.transfers_cost
-        queues = [pile.ready for pile in self.piles[: self.turn]]
-        queues += [desk.backwards for desk in desks[self.turn :]]
-        for action in range(count):
-            queues[action].append(action)
-        for desk in self.team.values():
-            self._start(0, desk)
-        while times:
-            now = heappop(times)
-            for event in agenda.pop(now):
-                desk = other = desks[event if event >= 0 else ~event]
-                heir = ~event
-                if event >= 0:
-                    desk.busy = False
-                    heir = event + count
-                    other = desks[heir] if heir < len(desks) else desk
-                    delay = self._delay(event) if delayed and other is not desk else 0
-                    if delay:
-                        self._note(now + delay, ~heir)
-                        heir, other = len(desks), desk
-                if heir < len(desks):
-                    heappush(queues[heir], heir)
-                if other.worker < desk.worker:
-                    desk, other = other, desk
-                if not desk.busy:
-                    self._start(now, desk)
-                if not other.busy:
-                    self._start(now, other)
+        ``groups``: how many microbatches of ``order`` belong together, from the first on.
+        """
+        began = 0
+        for size in groups:
+            self._execute(range(began, began + size))
+            began += size
         if -1 in self.starts:
             raise AssertionError(f"order of actions stopped: {self.starts.count(-1)} not started")
-        return Orders(self.workers, self.executors, *self._tables())
+        count = self.count
+        return [tuple(self.starts[place::count]) for place in range(count)]
 
-    def _tables(self) -> tuple[Table, Table]:
-        """The starts of forwards and of backwards, ``[stage][microbatch]``."""
-        place = [0] * self.count
-        for i, m in enumerate(self.order):
-            place[m] = i
-        rows = [
-            tuple(self.starts[at + i] for i in place)
-            for at in range(0, len(self.starts), self.count)
-        ]
-        return tuple(rows[: self.stages]), tuple(reversed(rows[self.stages :]))
+    def _execute(self, first: Sequence[int]) -> None:
+        """Go through the actions that follow from some forwards of the first stage."""
+        desks, queues, ticks, starts = self.desks, self.queues, self.ticks, self.starts
+        count, size = self.count, self.size
+        choose = self._lowest if self.policy.rank_first else self._next
+        delayed = self.cluster.transfers_cost
+        # Ends of actions, and arrivals of their inputs: the time, and below it the action, with
+        # ``size`` added where it is an arrival.
+        events: list[int] = []
+        span = 2 * size
+        for action in first:
+            queues[action].append(action)
+        touched = [desks[action] for action in first]
+        now = 0
+        while True:
+            # Who starts what at a time is decided when all of that time has happened.
+            for desk in touched:
+                if not desk.busy:
+                    action = choose(desk)
+                    if action >= 0:
+                        desk.busy = True
+                        starts[action] = now
+                        heappush(events, (now + ticks[action]) * span + action)
+            if not events:
+                return
+            touched = []
+            now = events[0] // span
+            ends = (now + 1) * span
+            while events and events[0] < ends:
+                event = heappop(events) % span
+                if event >= size:
+                    heir = event - size
+                    other = desks[heir]
+                else:
+                    desk = desks[event]
+                    desk.busy = False
+                    touched.append(desk)
+                    heir = event + count
+                    if heir >= size:
+                        continue
+                    other = desks[heir]
+                    if other is not desk and delayed:
+                        delay = self._delay(event)
+                        if delay:
+                            heappush(events, (now + delay) * span + size + heir)
+                            continue
+                heappush(queues[heir], heir)
+                touched.append(other)
 
     def _delay(self, action: int) -> int:
         """What the result of an action takes to the worker that goes on with it."""
@@ -223,36 +314,18 @@ class _Paper:
         lower = min(row, 2 * self.stages - 2 - row)
         return self.cluster.delay(self.costs, source, target, lower, self.order[place])
 
-    def _note(self, time: int, event: int) -> None:
-        found = self.agenda.get(time)
-        if found is None:
-            self.agenda[time] = [event]
-            heappush(self.times, time)
-        else:
-            found.append(event)
-
-    def _start(self, now: int, desk: _Desk) -> None:
-        """Let a worker that is free start a ready action."""
-        action = -1
-        if self.policy.rank_first:
-            action = self._lowest(desk)
-        elif desk.backwards and (self.policy.backwards_first or not desk.left):
+    def _next(self, desk: _Desk) -> int:
+        """Take the ready action that a free worker starts, -1 if there is none."""
+        if desk.backwards and (self.policy.backwards_first or not desk.left):
             action = heappop(desk.backwards)
-        else:
-            for pile in desk.piles:
-                if pile.ready and pile.room:
-                    action = heappop(pile.ready)
-                    break
-        if action < 0:
-            return
-        if action < self.turn:
-            self.piles[action].room -= 1
-            desk.left -= 1
-        else:
             self.piles[action].room += 1
-        desk.busy = True
-        self.starts[action] = now
-        self._note(now + self.ticks[action], action)
+            return action
+        for pile in desk.piles:
+            if pile.ready and pile.room:
+                pile.room -= 1
+                desk.left -= 1
+                return heappop(pile.ready)
+        return -1
 
     def _lowest(self, desk: _Desk) -> int:
         """Take the ready action of the lowest rank, -1 if there is none.
@@ -263,8 +336,12 @@ class _Paper:
         if not able:
             return -1
         action = min(able, key=lambda action: action % self.count)
+        pile = self.piles[action]
         if action < self.turn:
-            return heappop(self.piles[action].ready)
+            pile.room -= 1
+            desk.left -= 1
+            return heappop(pile.ready)
+        pile.room += 1
         desk.backwards.remove(action)
         heapify(desk.backwards)
         return action

@@ -52,6 +52,15 @@ class Layout:
         return range(self.cuts[stage], self.cuts[stage + 1])
 
 
+def executed_by(worker: int, runs: Sequence[int]) -> list[int]:
+    """The microbatches of a stage that ``worker`` executes, of the executors of all."""
+    found, at = [], -1
+    for _ in range(runs.count(worker)):
+        at = runs.index(worker, at + 1)
+        found.append(at)
+    return found
+
+
 class Orders(Mapping[int, tuple[Action, ...]]):
     """Each worker's actions, sorted by their planned starts when they are first asked for.
 
@@ -98,10 +107,7 @@ class Orders(Mapping[int, tuple[Action, ...]]):
         if len(self._sorted) < _FEW:
             # A running worker asks for itself alone.
             return [
-                (s, m)
-                for s, runs in enumerate(self.executors)
-                for m, w in enumerate(runs)
-                if w == worker
+                (s, m) for s, runs in enumerate(self.executors) for m in executed_by(worker, runs)
             ]
         work: dict[int, list[tuple[int, int]]] = {}
         for s, runs in enumerate(self.executors):

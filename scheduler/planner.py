@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heapreplace
+from itertools import cycle, islice
 
 from dtrain.scheduler.assignment import Assignment
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
@@ -144,22 +145,34 @@ def _primaries(
     n, num_stages = len(members), costs.num_stages
     if n < num_stages:
         return [(members[stage * n // num_stages],) for stage in range(num_stages)]
-    sizes = [1] * num_stages
-    # The next worker goes to the stage whose workers have the most to do, and of equal ones to the
-    # first, whose blocks are the largest.
-    work = [sum(row) for row in costs.work()]
-    busiest = [(-float(ticks), stage) for stage, ticks in enumerate(work)]
-    heapify(busiest)
-    for _ in range(n - num_stages):
-        stage = busiest[0][1]
-        sizes[stage] += 1
-        heapreplace(busiest, (-work[stage] / sizes[stage], stage))
     order = dealt_over_domains(members, cluster)
     out, start = [], 0
-    for size in sizes:
+    for size in team_sizes(costs, n):
         out.append(tuple(sorted(order[start : start + size])))
         start += size
     return out
+
+
+def team_sizes(costs: StepCosts, workers: int) -> list[int]:
+    """How many of at least as many workers as stages execute each stage.
+
+    The next worker goes to the stage whose workers have the most to do, and of equal ones to the
+    first, whose blocks are the largest.
+    """
+    work = [sum(row) for row in costs.work()]
+    # This is Adams's method of apportionment: it gives a stage at least the part of its work in all
+    # work of as many workers less than there are stages, so nearly all are given out at once.
+    certain = workers - len(work)
+    sizes = [max(1, ticks * certain // sum(work) - 1) for ticks in work]
+    busiest = [
+        (-ticks / size, stage) for stage, (ticks, size) in enumerate(zip(work, sizes, strict=True))
+    ]
+    heapify(busiest)
+    for _ in range(workers - sum(sizes)):
+        stage = busiest[0][1]
+        sizes[stage] += 1
+        heapreplace(busiest, (-work[stage] / sizes[stage], stage))
+    return sizes
 
 
 def shared_out(row: Sequence[int], executors: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
@@ -167,16 +180,19 @@ def shared_out(row: Sequence[int], executors: Sequence[int], cluster: Cluster) -
 
     ``row[m]``: ticks of microbatch ``m`` on the stage.
     """
+    weights = [cluster.weight(w) for w in executors] if cluster.slowness or cluster.risk else []
+    if not weights and row.count(row[0]) == len(row):
+        return tuple(islice(cycle(executors), len(row)))
     mean = sum(row) // len(row)
-    weights = [cluster.weight(w) for w in executors]
     # By the end of a microbatch of mean length, which tells slow workers from busy ones.
     ends = [(scaled(mean, weight), i) for i, weight in enumerate(weights)]
+    ends = ends or [(mean, i) for i in range(len(executors))]
     heapify(ends)
     out = [0] * len(row)
-    for m in sorted(range(len(row)), key=lambda m: -row[m]):
+    for m in sorted(range(len(row)), key=row.__getitem__, reverse=True):
         end, i = ends[0]
         out[m] = executors[i]
-        heapreplace(ends, (end + scaled(row[m], weights[i]), i))
+        heapreplace(ends, (end + (scaled(row[m], weights[i]) if weights else row[m]), i))
     return tuple(out)
 
 

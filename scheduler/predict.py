@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple
 
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
-from dtrain.scheduler.plan import Action, Plan
+from dtrain.scheduler.plan import Action, Orders, Plan
 
 
 class Span(NamedTuple):
@@ -72,6 +73,21 @@ def predict(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Predict
         memory,
         tuple(w for w in plan.workers if memory[w] > cluster.memory_bytes.get(w, memory[w])),
     )
+
+
+def planned_end(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> tuple[int, int]:
+    """When the last backward of the first stage ends by the planned starts, and its microbatch.
+
+    Following the orders takes no longer, if the costs are those that the plan was made with.
+    """
+    assert isinstance(plan.actions, Orders), "the planner plans starts"
+    ticks: Sequence[int] = costs.backward[0]
+    if cluster.slowness:
+        pairs = zip(ticks, plan.executors[0], strict=True)
+        ticks = [scaled(t, cluster.slow(w)) for t, w in pairs]
+    ends = list(map(add, plan.actions.backward[0], ticks))
+    last = max(ends)
+    return last, ends.index(last)
 
 
 def longest_sum(holders: Sequence[Sequence[int]], costs: StepCosts) -> int:

@@ -11,10 +11,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, node_of, scaled
+from dtrain.scheduler.bounds import least_staged_ticks, least_step_ticks
+from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, node_of
 from dtrain.scheduler.domains import Labels, domain_labels, in_one_domain
 from dtrain.scheduler.plan import Action, Orders, Plan
-from dtrain.scheduler.planner import checked_members, make_plan, replan
+from dtrain.scheduler.planner import (
+    assigned,
+    checked_members,
+    in_order,
+    reassigned,
+    team_sizes,
+)
+from dtrain.scheduler.predict import planned_end
+from dtrain.scheduler.search import quickly_ordered
 
 SLACK = 0.03
 """How much slower than a plan made afresh a plan may be before the work is laid out anew."""
@@ -29,24 +38,34 @@ def replan_or_relayout(
     cluster: Cluster = UNIFORM,
     *,
     fresh: Plan | None = None,
+    search: bool = False,
 ) -> Plan:
     """``replan``'s plan, or one made afresh where that is faster by more than ``SLACK``.
 
     Arguments are as in :func:`replan`. ``fresh``: a plan for as many workers and the same costs,
     whatever the workers' numbers, where one is at hand; it is not taken where it breaks the rule of
-    failure domains, nor where more than their domains is known of the workers.
+    failure domains, nor where more than their domains is known of the workers. ``search``: where
+    costs are known, take the best of a few orders of actions, which may keep more microbatches in
+    flight than the layout's schedule does.
 
     Raises:
         ValueError: as :func:`replan`.
     """
     members = checked_members(workers)
-    moved_little = replan(old, members, generation, reason, costs, cluster)
     known = costs or StepCosts.even(old.layout)
+
+    def ordered(plan: Plan) -> Plan:
+        if search and costs is not None:
+            return quickly_ordered(plan, costs, cluster)
+        return in_order(plan, costs, cluster)
+
+    moved_little = ordered(reassigned(old, members, generation, reason, costs, cluster))
+    now, _ = planned_end(moved_little, known, cluster)
     spread = domain_labels(cluster, members) if old.layout.redundancy > 1 else {}
     labels = exchangeable(cluster, members, spread)
 
     def laid_out(plan: Plan, keep: Labels) -> Plan | None:
-        now, best = planned_ticks(moved_little, known, cluster), planned_ticks(plan, known, cluster)
+        best, _ = planned_end(plan, known, cluster)
         if now <= (1 + SLACK) * best:
             return None
         said = [reason] if reason else []
@@ -57,8 +76,18 @@ def replan_or_relayout(
         found = laid_out(fresh, {})
         if found is None or not any(in_one_domain(held, spread) for held in found.holders):
             return found or moved_little
-    fresh = make_plan(old.layout, members, generation, costs, cluster)
+    if now <= (1 + SLACK) * _least_afresh(known, members, cluster):
+        return moved_little
+    fresh = ordered(assigned(old.layout, members, generation, costs, cluster))
     return laid_out(fresh, labels) or moved_little
+
+
+def _least_afresh(costs: StepCosts, members: Sequence[int], cluster: Cluster) -> int:
+    """No plan that is made afresh can be shorter."""
+    if len(members) < costs.num_stages:
+        return least_step_ticks(costs, members, cluster)
+    fastest = min(map(cluster.slow, members)) if cluster.slowness else 1.0
+    return least_staged_ticks(costs, team_sizes(costs, len(members)), fastest)
 
 
 def exchangeable(cluster: Cluster, members: Sequence[int], spread: Labels) -> Labels:
@@ -77,16 +106,6 @@ def exchangeable(cluster: Cluster, members: Sequence[int], spread: Labels) -> La
         return (*spread.get(w, ()), *map(repr, known), *node)
 
     return {w: traits(w) for w in members}
-
-
-def planned_ticks(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> int:
-    """When the last backward of the first stage ends by the plan's own planned starts.
-
-    Following the orders takes no longer, if the costs are those that it was made with.
-    """
-    assert isinstance(plan.actions, Orders), "the planner plans starts"
-    row = zip(plan.actions.backward[0], costs.backward[0], plan.executors[0], strict=True)
-    return max(start + scaled(ticks, cluster.slow(w)) for start, ticks, w in row)
 
 
 def relabelled(plan: Plan, to: Mapping[int, int], generation: int, reason: str) -> Plan:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dtrain.scheduler.assignment import Assignment
-from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
+from dtrain.scheduler.bounds import least_step_ticks
+from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts
 from dtrain.scheduler.domains import dealt_over_domains
 from dtrain.scheduler.order import Policy, longest_first, ranked
-from dtrain.scheduler.plan import Layout, Orders, Plan
+from dtrain.scheduler.plan import Layout, Plan
 from dtrain.scheduler.planner import (
     assigned,
     checked_members,
@@ -17,16 +18,25 @@ from dtrain.scheduler.planner import (
     reassigned,
     shared_out,
 )
-from dtrain.scheduler.predict import Prediction, excess_bytes, longest_sum, predict
+from dtrain.scheduler.predict import (
+    Prediction,
+    excess_bytes,
+    longest_sum,
+    planned_end,
+    predict,
+)
 
 SEARCH_ACTIONS = 50_000
 """Actions that a search puts in order at most, over all candidates but the first."""
 REPLAN_ACTIONS = 12_000
 """The same after a fault, when the job stands still meanwhile."""
+QUICK_ACTIONS = 8_000
+"""Actions that the orders are worked out for after a fault in a run, besides the first order."""
 BASELINE = "1f1b in arrival order"
 
 _TRIES = 48
 _NEAR = 1.1
+_NEAR_LEAST = 1.02
 
 _Drafts = Callable[[StepCosts], Sequence[tuple[str, Plan]]]
 """Names and plans whose actions are not yet in order."""
@@ -282,12 +292,11 @@ class _Search:
         self.total = sum(total)
         self.longest = longest_first(costs)
         self.shortest = ranked(sorted(range(len(total)), key=lambda m: (total[m], m)))
-        self.chains = total
         self.found: list[_Candidate] = []
 
     def policies(self, plan: Plan) -> list[tuple[str, Policy]]:
         """Names and policies to compare, the most promising first."""
-        split = self._split_first(plan)
+        split = split_first(plan, self.costs)
         listed = [
             (BASELINE, Policy()),
             ("list scheduling, split microbatches first", Policy(True, 4, split, True)),
@@ -332,12 +341,6 @@ class _Search:
         assert self.best is not None
         return self.best
 
-    def _split_first(self, plan: Plan) -> tuple[int, ...]:
-        """Precedence by how many workers share a microbatch, then by its length."""
-        shared = [len(set(column)) for column in zip(*plan.executors, strict=True)]
-        order = sorted(range(len(shared)), key=lambda m: (-shared[m], -self.chains[m], m))
-        return ranked(order)
-
     def _done(self) -> bool:
         """Whether nothing worth the search can be gained any more."""
         if self.best is None or self.best.prediction.over:
@@ -372,15 +375,8 @@ class _Search:
 
         And the microbatch that ends last.
         """
-        assert isinstance(plan.actions, Orders)
-        executors, costs = plan.executors[0], self.costs
-        ends = [
-            start + scaled(costs.backward[0][m], self.cluster.slow(executors[m]))
-            for m, start in enumerate(plan.actions.backward[0])
-        ]
-        makespan = max(ends)
-        ticks = makespan + longest_sum(plan.holders, costs) + costs.fixed_ticks
-        return ticks, ends.index(makespan)
+        makespan, last = planned_end(plan, self.costs, self.cluster)
+        return makespan + longest_sum(plan.holders, self.costs) + self.costs.fixed_ticks, last
 
     def _key(self, prediction: Prediction) -> tuple[int, int]:
         return excess_bytes(prediction, self.cluster), prediction.step_ticks
@@ -410,6 +406,42 @@ class _Search:
             found = self._try(name, start.plan, replace(start.policy, rank=ranked(changed)))
             if found is not None and found[0] < ticks:
                 (ticks, last), order = found, changed
+
+
+def split_first(plan: Plan, costs: StepCosts) -> tuple[int, ...]:
+    """Precedence by how many workers share a microbatch, then by its length."""
+    chains = [sum(column) for column in zip(*costs.work(), strict=True)]
+    shared = [len(set(column)) for column in zip(*plan.executors, strict=True)]
+    order = sorted(range(len(shared)), key=lambda m: (-shared[m], -chains[m], m))
+    return ranked(order)
+
+
+def quickly_ordered(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Plan:
+    """The plan in the best of a few orders, for when a job stands still and waits for it.
+
+    The first is :func:`in_order`'s own; the others keep up to four more microbatches of a stage in
+    flight, and are tried as far as ``QUICK_ACTIONS`` go and one may be much better.
+    """
+    best = in_order(plan, costs, cluster)
+    tries = QUICK_ACTIONS // (2 * costs.num_stages * costs.microbatches)
+    if not tries:
+        return best
+    ticks, _ = planned_end(best, costs, cluster)
+    enough = _NEAR_LEAST * least_step_ticks(costs, plan.workers, cluster)
+    split = split_first(plan, costs)
+    policies = [
+        Policy(ahead=4, rank=split, rank_first=True),
+        Policy(ahead=4, rank=longest_first(costs)),
+        Policy(ahead=1, rank=split, rank_first=True),
+    ]
+    for policy in policies[:tries]:
+        if ticks <= enough:
+            break
+        other = in_order(plan, costs, cluster, policy)
+        found, _ = planned_end(other, costs, cluster)
+        if found < ticks:
+            best, ticks = other, found
+    return best
 
 
 def _sorted_by(rank: Sequence[int]) -> list[int]:

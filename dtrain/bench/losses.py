@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from dtrain.scheduler import Cluster, Layout, Plan, StepCosts, even_cuts
 from dtrain.scheduler.balance import Balancer, times_on
+from dtrain.scheduler.bounds import least_step_ticks
 from dtrain.scheduler.costs import UNIFORM
 from dtrain.scheduler.planner import first_plan
 from dtrain.scheduler.predict import predict
@@ -69,7 +70,9 @@ class _Job:
     def without(self, lost: Sequence[int]) -> _Job:
         """The job after the loss of some workers."""
         left = [w for w in self.plan.workers if w not in lost]
-        plan = replan_or_relayout(self.plan, left, 2, "", self.costs, self.cluster)
+        plan = replan_or_relayout(
+            self.plan, left, 2, "", self.costs, self.cluster, search=self.balancer.policy.search
+        )
         return _Job(plan, self.real, self.costs, self.cluster)
 
 
@@ -111,27 +114,11 @@ def _begun(sizes: Sequence[float]) -> _Job:
     return job
 
 
-def best_step_ticks(costs: StepCosts, cluster: Cluster, members: Sequence[int]) -> float:
-    """No plan on ``members`` can be shorter: each microbatch's chain, and all work shared evenly.
-
-    And by the pigeonhole principle: of the ``k n + 1`` longest pieces one worker has ``k + 1``.
-    """
-    pieces = sorted((t for row in costs.work() for t in row), reverse=True)
-    chain = max(sum(column) for column in zip(*costs.work(), strict=True))
-    fastest = min(cluster.slow(w) for w in members)
-    power = sum(1.0 / cluster.slow(w) for w in members)
-    bound: float = max(chain * fastest, sum(pieces) / power)
-    n = len(members)
-    for k in range(1, (len(pieces) - 1) // n + 1):
-        bound = max(bound, fastest * sum(pieces[k * n - k : k * n + 1]))
-    return bound
-
-
 def _kept(before: _Job, after: _Job) -> float:
     """Throughput after a loss over what it should be."""
     fault_free = predict(before.plan, before.real).step_ticks
     left = after.plan.workers
-    possible = fault_free / best_step_ticks(before.real, UNIFORM, left)
+    possible = fault_free / least_step_ticks(before.real, left)
     wanted = min(len(left) / len(before.plan.workers), possible)
     return fault_free / predict(after.plan, before.real).step_ticks / wanted
 
@@ -140,6 +127,6 @@ def _straggler(job: _Job) -> tuple[float, bool]:
     """One worker slowed threefold: the step over the best, and whether the load returns."""
     slow = Cluster(slowness={5: 3.0})
     usual = predict(job.plan, job.real).step_ticks
-    best = max(best_step_ticks(job.real, slow, job.plan.workers), usual)
+    best = max(least_step_ticks(job.real, job.plan.workers, slow), usual)
     during = job.steps(slow)
     return during / best, job.steps() <= 1.05 * usual

@@ -256,7 +256,8 @@ def _as_run(
             before = expected
     if lost:
         left = [w for w in members if w not in lost]
-        plan = replan_or_relayout(plan, left, 2, "", measured, known)
+        search = policy is not None and policy.search
+        plan = replan_or_relayout(plan, left, 2, "", measured, known, search=search)
         expected = predict(plan, costs, cluster)
         said += [plan.reason, _share(before, expected, members)]
         pictures = {"before": before.spans, "after the loss": expected.spans}

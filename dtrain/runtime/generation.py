@@ -12,7 +12,7 @@ from dtrain.checkpoint import CheckpointInfo
 from dtrain.deepspeed_options import zero_stage
 from dtrain.errors import DtrainError, PeerLostError
 from dtrain.faults.injector import Injector
-from dtrain.planning import recomputing
+from dtrain.planning import balance_policy, recomputing
 from dtrain.runtime.attempt import Links
 from dtrain.runtime.audit import Auditor
 from dtrain.runtime.comm import Communicator, Group
@@ -252,8 +252,15 @@ class Generation:
                     forward, backward = (tuple(map(tuple, table)) for table in old["costs"])
                     self.costs = StepCosts(forward, backward)
                 self.cluster = Cluster(slowness, risk, self.domains)
+                policy = balance_policy(job.config)
                 return replan_or_relayout(
-                    former, list(self.peers), self.number, reason, self.costs, self.cluster
+                    former,
+                    list(self.peers),
+                    self.number,
+                    reason,
+                    self.costs,
+                    self.cluster,
+                    search=policy is not None and policy.search,
                 )
         return first_plan(job.layout, list(self.peers), self.number, self.cluster)
 

@@ -349,7 +349,7 @@ class LeaderRun(LeaderView):
         # Where nobody is slow, one plan does for all sets of so many workers.
         fresh = self.ideal.plan(len(workers)) if not cluster.slowness else None
         return replan_or_relayout(
-            self.plan, workers, number, reason, spec.costs, cluster, fresh=fresh
+            self.plan, workers, number, reason, spec.costs, cluster, fresh=fresh, search=True
         )
 
     def _cluster(self, workers: Iterable[int]) -> Cluster:
