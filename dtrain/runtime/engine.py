@@ -8,17 +8,20 @@ adding zeros is exact, so every shard receives ``g``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.utils import safe_set_full_optimizer_state
 from torch import Tensor, nn
 
 from dtrain.deepspeed_options import zero_stage
+from dtrain.errors import DtrainError
 from dtrain.runtime.comm import Communicator, Reduction
 from dtrain.runtime.deepspeed_backend import GenerationBackend, StageTopology, building_engine
 
@@ -53,6 +56,25 @@ def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if zero_stage(out):
         out["zero_allow_untested_optimizer"] = True
     return out
+
+
+@contextlib.contextmanager
+def refusals_told() -> Iterator[None]:
+    """What DeepSpeed raises for a configuration that it does not take is the user's to mend."""
+    try:
+        yield
+    except (
+        AssertionError,
+        AttributeError,
+        DeepSpeedConfigError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
+        said = " ".join(str(error).split()).partition(" For further information")[0]
+        raise DtrainError(
+            f"deepspeed: DeepSpeed does not take this configuration: {type(error).__name__}: {said}"
+        ) from error
 
 
 class Gathering:
@@ -109,7 +131,7 @@ class StageEngine:
         self._clip = float(config.get("gradient_clipping") or 0.0)
         if self.names:
             topology = StageTopology(comm, group)
-            with building_engine(backend, topology):
+            with building_engine(backend, topology), refusals_told():
                 self._engine, self._optimizer, _, self._scheduler = deepspeed.initialize(
                     model=self.module,
                     model_parameters=self._parameter_groups(decay_layers),
