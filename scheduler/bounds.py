@@ -32,10 +32,19 @@ def least_step_ticks(costs: StepCosts, workers: Sequence[int], cluster: Cluster 
     """
     fastest = min(cluster.slow(w) for w in workers)
     quick = StepCosts(_on(fastest, costs.forward), _on(fastest, costs.backward)).work()
-    chain = max(map(sum, zip(*quick, strict=True)))
     power = sum(1.0 / cluster.slow(w) for w in workers)
     shared = int(sum(map(sum, costs.work())) / power)
-    return max(chain, shared, least_load([t for row in quick for t in row], len(workers)))
+    return max(
+        longest_chain(costs, fastest),
+        shared,
+        least_load([t for row in quick for t in row], len(workers)),
+    )
+
+
+def longest_chain(costs: StepCosts, fastest: float = 1.0) -> int:
+    """What a microbatch takes at most, all of it on a worker of that slowness."""
+    forward, backward = _on(fastest, costs.forward), _on(fastest, costs.backward)
+    return max(map(sum, zip(*forward, *backward, strict=True)))
 
 
 def least_staged_ticks(costs: StepCosts, sizes: Sequence[int], fastest: float = 1.0) -> int:
@@ -47,7 +56,7 @@ def least_staged_ticks(costs: StepCosts, sizes: Sequence[int], fastest: float = 
     """
     forward, backward = _on(fastest, costs.forward), _on(fastest, costs.backward)
     work = costs.work() if fastest == 1.0 else StepCosts(forward, backward).work()
-    most = max(map(sum, zip(*work, strict=True)))
+    most = longest_chain(costs, fastest)
     ahead = after = [0] * costs.microbatches
     for fs, bs, row, size in zip(forward, backward, work, sizes, strict=True):
         most = max(most, min(ahead) + least_load(row, size) + min(after))

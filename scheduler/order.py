@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import accumulate, chain
 
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
 from dtrain.scheduler.plan import Layout, Orders
@@ -102,6 +103,10 @@ def order_actions(
             for m, column in zip(group, found, strict=True):
                 starts[m] = column
     else:
+        if not cluster.transfers_cost:
+            for m in [group[0] for group in groups if len(group) == 1]:
+                starts[m] = _alone(columns[m], m, costs, cluster)
+            groups = [group for group in groups if len(group) > 1]
         flat = [m for group in groups for m in group]
         found = _Paper(columns, flat, costs, cluster, policy).run([len(g) for g in groups])
         for m, column in zip(flat, found, strict=True):
@@ -160,6 +165,15 @@ def _shape(columns: Sequence[_Column], group: Sequence[int]) -> tuple[object, Se
     return shape, list(numbers)
 
 
+def _alone(column: _Column, microbatch: int, costs: StepCosts, cluster: Cluster) -> _Column:
+    """The starts of a microbatch whose workers execute nothing else: one follows on the other."""
+    ticks = [row[microbatch] for row in (*costs.forward, *reversed(costs.backward))]
+    if cluster.slowness:
+        pairs = zip(ticks, (*column, *reversed(column)), strict=True)
+        ticks = [scaled(t, cluster.slow(w)) for t, w in pairs]
+    return tuple(accumulate(ticks[:-1], initial=0))
+
+
 class _Pile:
     """A worker's ready forwards of one stage, and how many more it may have in flight."""
 
@@ -178,7 +192,7 @@ class _Desk:
     def __init__(self, worker: int) -> None:
         self.worker = worker
         self.busy = False
-        # Forwards not yet begun, of all its stages.
+        # Forwards not yet begun, of all its stages, where these come before its backwards.
         self.left = 0
         # One for each stage, in the order of precedence; ready backwards, deepest stage first.
         self.piles: list[_Pile] = []
@@ -225,24 +239,26 @@ class _Paper:
         desks: list[list[_Desk]] = []
         piles: list[list[_Pile]] = []
         for row in zip(*columns, strict=True):
-            for w in row:
+            limit = self.policy.limit(self.stages, len(piles), self.costs.microbatches)
+            mine: dict[int, _Pile] = {}
+            for w in dict.fromkeys(row):
                 if w not in team:
                     team[w] = _Desk(w)
-                team[w].left += 1
-            desks.append([team[w] for w in row])
-            limit = self.policy.limit(self.stages, len(piles), self.costs.microbatches)
-            mine = {w: _Pile(limit) for w in row}
-            for w, pile in mine.items():
+                mine[w] = pile = _Pile(limit)
                 team[w].piles.append(pile)
+            desks.append([team[w] for w in row])
             piles.append([mine[w] for w in row])
         if self.policy.backwards_first:
             # Forwards of the last stages first.
             for desk in team.values():
                 desk.piles.reverse()
-        self.desks = [desk for row in (*desks, *reversed(desks)) for desk in row]
-        self.piles = [pile for row in (*piles, *reversed(piles)) for pile in row]
-        self.queues = [pile.ready for pile in self.piles[: self.turn]]
-        self.queues += [desk.backwards for desk in self.desks[self.turn :]]
+        else:
+            for desk in chain(*desks):
+                desk.left += 1
+        self.desks = list(chain(*desks, *reversed(desks)))
+        self.piles = list(chain(*piles, *reversed(piles)))
+        self.queues = [pile.ready for pile in chain(*piles)]
+        self.queues += [desk.backwards for desk in chain(*reversed(desks))]
 
     def run(self, groups: Sequence[int]) -> list[_Column]:
         """Execute the step; the starts of each microbatch's forwards and backwards, in order.
@@ -284,28 +300,25 @@ class _Paper:
             if not events:
                 return
             touched = []
-            now = events[0] // span
-            ends = (now + 1) * span
-            while events and events[0] < ends:
-                event = heappop(events) % span
+            now, event = divmod(heappop(events), span)
+            later = (now + 1) * span
+            while True:
+                heir = event + count
                 if event >= size:
                     heir = event - size
-                    other = desks[heir]
                 else:
                     desk = desks[event]
                     desk.busy = False
                     touched.append(desk)
-                    heir = event + count
-                    if heir >= size:
-                        continue
-                    other = desks[heir]
-                    if other is not desk and delayed:
-                        delay = self._delay(event)
-                        if delay:
-                            heappush(events, (now + delay) * span + size + heir)
-                            continue
-                heappush(queues[heir], heir)
-                touched.append(other)
+                    if delayed and heir < size and (delay := self._delay(event)):
+                        heappush(events, (now + delay) * span + size + heir)
+                        heir = size
+                if heir < size:
+                    heappush(queues[heir], heir)
+                    touched.append(desks[heir])
+                if not events or events[0] >= later:
+                    break
+                event = heappop(events) % span
 
     def _delay(self, action: int) -> int:
         """What the result of an action takes to the worker that goes on with it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dtrain.scheduler.bounds import least_staged_ticks, least_step_ticks
+from dtrain.scheduler.bounds import least_staged_ticks, least_step_ticks, longest_chain
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, node_of
 from dtrain.scheduler.domains import Labels, domain_labels, in_one_domain
 from dtrain.scheduler.plan import Action, Orders, Plan
@@ -76,18 +76,20 @@ def replan_or_relayout(
         found = laid_out(fresh, {})
         if found is None or not any(in_one_domain(held, spread) for held in found.holders):
             return found or moved_little
-    if now <= (1 + SLACK) * _least_afresh(known, members, cluster):
+    if _cannot_win(now / (1 + SLACK), known, members, cluster):
         return moved_little
     fresh = ordered(assigned(old.layout, members, generation, costs, cluster))
     return laid_out(fresh, labels) or moved_little
 
 
-def _least_afresh(costs: StepCosts, members: Sequence[int], cluster: Cluster) -> int:
-    """No plan that is made afresh can be shorter."""
-    if len(members) < costs.num_stages:
-        return least_step_ticks(costs, members, cluster)
+def _cannot_win(ticks: float, costs: StepCosts, members: Sequence[int], cluster: Cluster) -> bool:
+    """Whether no plan that is made afresh can be shorter than ``ticks``."""
     fastest = min(map(cluster.slow, members)) if cluster.slowness else 1.0
-    return least_staged_ticks(costs, team_sizes(costs, len(members)), fastest)
+    if ticks <= longest_chain(costs, fastest):
+        return True
+    if len(members) < costs.num_stages:
+        return ticks <= least_step_ticks(costs, members, cluster)
+    return ticks <= least_staged_ticks(costs, team_sizes(costs, len(members)), fastest)
 
 
 def exchangeable(cluster: Cluster, members: Sequence[int], spread: Labels) -> Labels:

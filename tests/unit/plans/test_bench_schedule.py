@@ -34,7 +34,7 @@ def test_cases_beat_1f1b_and_come_near_the_bound(
     assert found.losses.straggler <= 1.2
     assert found.losses.straggler_moved_back
     assert [row.workers for row in found.scale] == [16, 32]
-    assert all(row.replan_ms > 0 and row.little_ms > 0 for row in found.scale)
+    assert all(row.replan_ms > 0 and row.measured_ms > 0 for row in found.scale)
     assert any("lower bound" in line for line in schedule.summary(found))
     assert said
 

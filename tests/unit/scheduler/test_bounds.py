@@ -100,7 +100,7 @@ def test_a_plan_made_afresh_is_left_out_only_where_it_could_not_win(
             patch.setattr(relayout, "assigned", counted)
             again = relayout.replan_or_relayout(plan, members, number, "", costs)
         with monkeypatch.context() as patch:
-            patch.setattr(relayout, "_least_afresh", lambda *a: 0)
+            patch.setattr(relayout, "_cannot_win", lambda *a: False)
             assert relayout.replan_or_relayout(plan, members, number, "", costs) == again
         left_out += not made
         plan = again
