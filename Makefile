@@ -10,7 +10,7 @@ PYTEST_FLAGS ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 DEMO_STORE := stores/quickstart
-TEST_EXTRAS := dev,pyg,s3,parquet,plot
+TEST_EXTRAS := dev,pyg,s3,parquet,plot,triton
 INPUTS := pyproject.toml constraints.txt
 
 .PHONY: demo test chaos check install clean

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain.kernels import csr_cpu
+from dtrain.kernels.pieces import Pieces, cut_rows
 
 
 @dataclass(eq=False)
@@ -28,6 +29,9 @@ class Csr:
     _with_self: Csr | None = field(default=None, repr=False)
     _head: Csr | None = field(default=None, repr=False)
     _by_column: tuple[Any, int, Tensor] | None = field(default=None, repr=False)
+    _longest: int | None = field(default=None, repr=False)
+    _pieces: Pieces | None = field(default=None, repr=False)
+    _rows: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.indptr, self.indices = self.indptr.contiguous(), self.indices.contiguous()
@@ -123,9 +127,33 @@ class Csr:
         """int64 [num_rows]: entries in every row."""
         return self.indptr[1:] - self.indptr[:-1]
 
+    def longest_row(self) -> int:
+        """Entries of the longest row, 0 without rows; found once."""
+        if self._longest is None:
+            counts = self.row_counts()
+            self._longest = int(counts.max()) if len(counts) else 0
+        return self._longest
+
+    def pieces(self) -> Pieces | None:
+        """Rows cut into pieces of bounded length, made once; None where no row is longer."""
+        if self._pieces is None:
+            self._pieces = cut_rows(self.indptr, self.longest_row())
+        return self._pieces
+
+    def entry_rows(self) -> Tensor:
+        """:meth:`row_of_entry`, made once and kept, int32 where the rows can be numbered so."""
+        if self._rows is None:
+            rows = self.row_of_entry()
+            self._rows = rows.int() if self.num_rows < 2**31 else rows
+        return self._rows
+
     def to(self, device: torch.device | str) -> Csr:
         """The same pattern on ``device``."""
-        return Csr(self.indptr.to(device), self.indices.to(device), self.num_cols)
+        moved = Csr(self.indptr.to(device), self.indices.to(device), self.num_cols)
+        if self.indptr.device.type == "cpu" and moved.indptr.device.type != "cpu":
+            # Found here, the device need not be waited for later.
+            moved._longest = self.longest_row()
+        return moved
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.kernels.autograd import call
 from dtrain.kernels.csr import SparseRows
-from dtrain.kernels.dropout import cpu, reference
+from dtrain.kernels.dispatch import implementation
 
 
 @overload
@@ -58,6 +58,5 @@ class _Dropout(Function):
 
 
 def _apply(x: Tensor, p: float, key: int) -> Tensor:
-    if x.device.type == "cpu":
-        return cpu.dropout(x, p, key)
-    return reference.dropout(x, p, key)
+    dropped: Tensor = implementation("dropout", x).dropout(x, p, key)
+    return dropped

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.kernels.autograd import call
 from dtrain.kernels.csr import Csr
-from dtrain.kernels.edge_softmax import cpu, reference
+from dtrain.kernels.dispatch import implementation
 
 
 def edge_softmax(csr: Csr, scores: Tensor) -> Tensor:
@@ -43,4 +43,4 @@ class _EdgeSoftmax(Function):
 
 
 def _backend(x: Tensor) -> Any:
-    return cpu if x.device.type == "cpu" else reference
+    return implementation("edge_softmax", x)

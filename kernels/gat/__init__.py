@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.kernels.autograd import call
 from dtrain.kernels.csr import Csr
-from dtrain.kernels.gat import cpu, reference
+from dtrain.kernels.dispatch import implementation
 from dtrain.kernels.gat.reference import Attention
 
 
@@ -77,4 +77,4 @@ class _Gat(Function):
 
 
 def _backend(x: Tensor) -> Any:
-    return cpu if x.device.type == "cpu" else reference
+    return implementation("gat", x)

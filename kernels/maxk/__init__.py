@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.kernels.autograd import call
 from dtrain.kernels.csr import Csr
-from dtrain.kernels.maxk import cpu, reference
+from dtrain.kernels.dispatch import implementation
 from dtrain.kernels.sddmm import dot
 
 
@@ -96,4 +96,4 @@ class _SpmmMaxk(Function):
 
 
 def _backend(x: Tensor) -> Any:
-    return cpu if x.device.type == "cpu" else reference
+    return implementation("maxk", x)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.kernels.autograd import call
 from dtrain.kernels.csr import Csr
-from dtrain.kernels.sddmm import cpu, reference
+from dtrain.kernels.dispatch import implementation
 
 
 def sddmm_dot(csr: Csr, a: Tensor, b: Tensor) -> Tensor:
@@ -32,9 +32,8 @@ def sddmm_dot(csr: Csr, a: Tensor, b: Tensor) -> Tensor:
 
 def dot(csr: Csr, a: Tensor, b: Tensor) -> Tensor:
     """:func:`sddmm_dot` without autograd, for the backward passes of other operators."""
-    if a.device.type == "cpu":
-        return cpu.sddmm_dot(csr, a, b)
-    return reference.sddmm_dot(csr, a, b)
+    result: Tensor = implementation("sddmm", a).sddmm_dot(csr, a, b)
+    return result
 
 
 class _SddmmDot(Function):

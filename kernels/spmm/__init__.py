@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from dtrain.kernels import sddmm
 from dtrain.kernels.autograd import call
 from dtrain.kernels.csr import Csr
-from dtrain.kernels.spmm import cpu, reference
+from dtrain.kernels.dispatch import implementation
 
 
 def spmm(csr: Csr, x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -131,7 +131,7 @@ class _SpmmExtreme(Function):
 
 
 def _backend(x: Tensor) -> Any:
-    return cpu if x.device.type == "cpu" else reference
+    return implementation("spmm", x)
 
 
 def _check(csr: Csr, x: Tensor) -> None:

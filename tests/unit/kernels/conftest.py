@@ -1,11 +1,38 @@
-"""Graphs that every operator is tried on."""
+"""Graphs that every operator is tried on, and the implementation that is tried.
+
+``DTRAIN_TEST_KERNELS`` is ``cpu`` (default), ``interpreter`` (the GPU kernels in Triton's
+interpreter on tensors of the CPU; ``TRITON_INTERPRET=1`` must be set) or ``cuda``. The latter two
+are processes of their own, which ``test_triton.py`` starts: Triton decides at its import.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from dtrain.kernels import dispatch
 from dtrain.kernels.csr import Csr
+
+TRIED = os.environ.get("DTRAIN_TEST_KERNELS", "cpu")
+collect_ignore = ["test_gpu_kernels.py"] if TRIED == "cpu" else []
+
+
+@pytest.fixture(scope="session")
+def tried() -> str:
+    """Which implementation is tried."""
+    return TRIED
+
+
+@pytest.fixture(autouse=True)
+def _implementation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if TRIED == "interpreter":
+        monkeypatch.setattr(dispatch, "kind_of", lambda device_type: "triton")
+    with torch.device("cuda") if TRIED == "cuda" else contextlib.nullcontext():
+        yield
 
 
 def csr_of(rows: list[list[int]], num_cols: int) -> Csr:
@@ -18,11 +45,11 @@ def csr_of(rows: list[list[int]], num_cols: int) -> Csr:
 def random_csr(num_rows: int, num_cols: int, mean: int, seed: int) -> Csr:
     """Skewed row lengths, with empty rows, duplicate entries and columns that nobody has."""
     generator = torch.Generator().manual_seed(seed)
-    draws = torch.rand(num_rows, generator=generator)
+    draws = torch.rand(num_rows, generator=generator, device="cpu")
     counts = (mean * draws.reciprocal().clamp(max=8) / 2).long()
     counts[:: max(num_rows // 5, 1)] = 0
-    columns = torch.randint(num_cols, (int(counts.sum()),), generator=generator)
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    columns = torch.randint(num_cols, (int(counts.sum()),), generator=generator, device="cpu")
+    indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return Csr(indptr, columns // 2, num_cols)
 
 
@@ -43,10 +70,10 @@ GRAPHS = {
 def graph(request: pytest.FixtureRequest) -> Csr:
     """One pattern after another; a fresh object, so no cached transpose is shared."""
     csr = GRAPHS[request.param]
-    return Csr(csr.indptr, csr.indices, csr.num_cols)
+    return Csr(csr.indptr, csr.indices, csr.num_cols).to(torch.get_default_device())
 
 
 @pytest.fixture
 def large() -> Csr:
     """Enough entries that torch would share the work among threads."""
-    return random_csr(3000, 3000, 12, 2)
+    return random_csr(3000, 3000, 12, 2).to(torch.get_default_device())

@@ -45,7 +45,8 @@ def _gat_arguments(csr: Csr, width: int, dtype: torch.dtype) -> list[Tensor]:
 
 def _random(*shape: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_()
+    values = torch.randn(*shape, dtype=dtype, generator=generator, device="cpu")
+    return values.to(torch.get_default_device()).requires_grad_()
 
 
 def _largest(x: Tensor) -> Tensor:
