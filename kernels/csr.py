@@ -32,6 +32,8 @@ class Csr:
     _longest: int | None = field(default=None, repr=False)
     _pieces: Pieces | None = field(default=None, repr=False)
     _rows: Tensor | None = field(default=None, repr=False)
+    _narrow: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _ones: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.indptr, self.indices = self.indptr.contiguous(), self.indices.contiguous()
@@ -146,6 +148,20 @@ class Csr:
             rows = self.row_of_entry()
             self._rows = rows.int() if self.num_rows < 2**31 else rows
         return self._rows
+
+    def narrow(self) -> tuple[Tensor, Tensor]:
+        """``indptr`` and ``indices``, kept in int32 where the entries can be numbered so."""
+        if max(self.nnz, self.num_rows, self.num_cols) >= 2**31:
+            return self.indptr, self.indices
+        if self._narrow is None:
+            self._narrow = self.indptr.int(), self.indices.int()
+        return self._narrow
+
+    def ones(self, dtype: torch.dtype) -> Tensor:
+        """A one for every entry, kept."""
+        if dtype not in self._ones:
+            self._ones[dtype] = torch.ones(self.nnz, dtype=dtype, device=self.indices.device)
+        return self._ones[dtype]
 
     def to(self, device: torch.device | str) -> Csr:
         """The same pattern on ``device``."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import shutil
+import sysconfig
+from pathlib import Path
 from types import ModuleType
 
 from torch import Tensor
-
-WITHOUT_TRITON = "triton is not installed: plain torch operations are used, many times slower"
 
 
 def implementation(operator: str, x: Tensor) -> ModuleType:
@@ -21,15 +22,25 @@ def kind_of(device_type: str) -> str:
     """``cpu``, ``triton`` or ``reference``, for torch's name of a kind of device."""
     if device_type == "cpu":
         return "cpu"
-    if device_type == "cuda" and triton_installed():
+    if device_type == "cuda" and why_not_triton() is None:
         return "triton"
     return "reference"
 
 
 @functools.cache
-def triton_installed() -> bool:
-    """Whether the GPU kernels can be compiled; looked up once, without importing anything."""
-    return importlib.util.find_spec("triton") is not None
+def why_not_triton() -> str | None:
+    """What is missing for the GPU kernels and how to get it, None if nothing is.
+
+    Triton compiles a launcher of each kernel with a C compiler and Python's headers. Looked up
+    once, without importing anything.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'dtrain[triton]'"
+    if shutil.which("gcc") is None and shutil.which("clang") is None:
+        return "triton needs a C compiler: install gcc or clang"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return "triton needs Python's headers: install them (Debian: python3-dev)"
+    return None
 
 
 @functools.cache

@@ -40,9 +40,11 @@ def env_command(
         print(f"{'device':<12} {device['name']}, {device['memory_bytes'] / 2**30:.1f} GiB")
     if not found["devices"]:
         print(f"{'device':<12} no GPU: trainers run on the CPU")
+    for device, how in found["kernels"].items():
+        print(f"{'kernels':<12} {device}: {how}")
     print(f"{'backends':<12} {', '.join(found['backends'])}")
     print(f"{'threads':<12} one per worker unless parallel.threads_per_worker says otherwise")
-    print(f"{'compiler':<12} {found['compiler'] or 'none'} (none is needed)")
+    print(f"{'compiler':<12} {found['compiler'] or 'none'} (only GPU kernels need one)")
     for extra in found["missing"]:
         print(f"{'missing':<12} {extra['extra']}: {extra['for']}; {extra['get']}")
 
@@ -53,6 +55,7 @@ def environment_report() -> dict[str, Any]:
     import torch
     import torch.distributed
 
+    from dtrain.kernels import dispatch
     from dtrain.runfolder import versions
 
     devices = [
@@ -67,12 +70,17 @@ def environment_report() -> dict[str, Any]:
         "nccl": torch.distributed.is_nccl_available(),
         "mpi": torch.distributed.is_mpi_available(),
     }
+    missing = dispatch.why_not_triton()
     return {
         "versions": versions(),
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "usable_cores": len(os.sched_getaffinity(0))},
         "devices": devices,
         "cuda": torch.version.cuda,
+        "kernels": {
+            "cpu": "numba",
+            "gpu": f"plain torch operations, far slower; {missing}" if missing else "triton",
+        },
         "backends": [name for name, there in available.items() if there],
         "compiler": shutil.which("cc") or shutil.which("gcc"),
         "missing": missing_extras(),

@@ -24,10 +24,13 @@ from dtrain.kernels.device import (
     wide_type,
     work_of,
 )
+from dtrain.kernels.spmm import cusparse
 
 
 def spmm(csr: Csr, x: Tensor, weight: Tensor | None) -> Tensor:
     """As :func:`dtrain.kernels.spmm.reference.spmm`, for tensors on a GPU."""
+    if cusparse.is_faster(x):
+        return cusparse.spmm(csr, x, weight)
     return _sum(csr, x, weight, mean=False)
 
 

@@ -23,7 +23,7 @@ from dtrain.kernels.maxk import maxk, spmm_maxk
 from dtrain.kernels.maxk import reference as maxk_reference
 from dtrain.kernels.sddmm import reference as sddmm_reference
 from dtrain.kernels.sddmm import sddmm_dot
-from dtrain.kernels.spmm import reference, spmm, spmm_max, spmm_mean, spmm_min
+from dtrain.kernels.spmm import cusparse, reference, spmm, spmm_max, spmm_mean, spmm_min
 
 KEY = 2**63 + 12345
 Operator = Callable[..., Tensor]
@@ -157,3 +157,25 @@ def test_maxk_chooses_what_a_stable_sort_puts_first(width: int, dtype: torch.dty
 def test_maxk_of_rows_too_wide_for_a_program() -> None:
     x = _random(2, 5000, seed=0, dtype=torch.float32).detach()
     assert torch.equal(maxk(x, 3).columns, maxk_reference.choose(x, 3))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_widths_of_the_table_go_to_the_library(
+    weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    csr = _square()
+    x, weight = _inputs("weighted sum", csr, torch.float64)
+    inputs = [x, weight] if weighted else [x]
+    assert not cusparse.is_faster(x)
+    monkeypatch.setattr(cusparse, "FASTER", {torch.float64: ((4, 5), (6, 8))})
+    assert cusparse.is_faster(x)
+    assert not cusparse.is_faster(x.float())
+    found = _with_gradients(spmm, csr, inputs)
+    structure = csr.narrow()
+    for _ in range(2):
+        again = _with_gradients(spmm, csr, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert csr.narrow()[1] is structure[1]
+    expected = _with_gradients(lambda c, x, w=None: reference.spmm(c, x, w), csr, inputs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -90,6 +90,12 @@ def test_numba_gets_a_cache_where_the_package_is_read_only(
     assert variables["NUMBA_CACHE_DIR"] == str(tmp_path / "cache" / "dtrain" / "numba")
 
 
+def test_triton_gets_a_cache_where_home_is_read_only(tmp_path: Path) -> None:
+    assert "TRITON_CACHE_DIR" not in trainer_variables(1, {"HOME": str(tmp_path)})
+    variables = trainer_variables(1, {"HOME": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)})
+    assert variables["TRITON_CACHE_DIR"] == str(tmp_path / "dtrain" / "triton")
+
+
 def test_failure_domains_end_with_the_node() -> None:
     assert failure_domains("n1", {}) == ("n1",)
     assert failure_domains("n1", {"DTRAIN_FAILURE_DOMAIN": "zone2/rack17/"}) == (
