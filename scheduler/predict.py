@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import add
 from typing import NamedTuple
 
+from dtrain.scheduler.bounds import longest_chain
 from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts, scaled
 from dtrain.scheduler.plan import Action, Orders, Plan
 
@@ -61,18 +63,32 @@ def predict(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Predict
     """
     costs.check(plan.layout)
     walk = _Walk(plan, costs, cluster)
-    walk.run()
-    makespan = max(walk.free.values(), default=0)
+    spans: dict[int, list[Span]] = {w: [] for w in plan.workers}
+    busy = dict.fromkeys(plan.workers, 0)
+    for n in walk.sequence:
+        w, end = walk.executors[n], walk.ends[n]
+        busy[w] += walk.ticks[n]
+        spans[w].append(Span(walk.action(n), end - walk.ticks[n], end))
+    makespan = max(walk.ends)
     memory = peak_memory(plan, costs)
     return Prediction(
-        walk.spans,
+        spans,
         makespan,
         makespan + longest_sum(plan.holders, costs) + costs.fixed_ticks,
-        walk.busy,
+        busy,
         _critical_path(plan, costs, cluster),
         memory,
         tuple(w for w in plan.workers if memory[w] > cluster.memory_bytes.get(w, memory[w])),
     )
+
+
+def makespan_ticks(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> int:
+    """When the last action of a step ends: :func:`predict`'s makespan alone.
+
+    Raises:
+        ValueError: the plan's orders deadlock.
+    """
+    return max(_Walk(plan, costs, cluster).ends)
 
 
 def planned_end(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> tuple[int, int]:
@@ -128,67 +144,88 @@ def excess_bytes(prediction: Prediction, cluster: Cluster) -> int:
 
 
 class _Walk:
-    """Workers at their places in their orders."""
+    """A step in which every worker follows its order.
+
+    An action is a number here: its row times the microbatches, and its microbatch. Rows are the
+    forwards up the stages and then the backwards down, so that the input of an action is what ends
+    one row before it. ``sequence``: all actions, each after those that it waits for; by number,
+    ``executors``, ``ticks`` and ``ends``.
+    """
 
     def __init__(self, plan: Plan, costs: StepCosts, cluster: Cluster) -> None:
-        self.plan, self.costs, self.cluster = plan, costs, cluster
-        self.orders = {w: plan.actions[w] for w in plan.workers}
-        self.at = dict.fromkeys(plan.workers, 0)
-        self.free = dict.fromkeys(plan.workers, 0)
-        self.busy = dict.fromkeys(plan.workers, 0)
-        self.spans: dict[int, list[Span]] = {w: [] for w in plan.workers}
-        # When the inputs of an action are there; -1 where they are not.
-        blank, stages = [-1] * plan.layout.microbatches, plan.num_stages
-        self.forward = [[0] * len(blank), *(list(blank) for _ in range(stages - 1))]
-        self.backward = [list(blank) for _ in range(stages)]
+        self.stages, self.count = plan.num_stages, plan.layout.microbatches
+        rows = plan.executors
+        self.executors = list(chain(*rows, *reversed(rows)))
+        self.ticks = list(chain(*costs.forward, *reversed(costs.backward)))
+        if cluster.slowness:
+            pairs = zip(self.ticks, self.executors, strict=True)
+            self.ticks = [scaled(ticks, cluster.slow(w)) for ticks, w in pairs]
+        if isinstance(plan.actions, Orders):
+            starts = list(chain(*plan.actions.forward, *reversed(plan.actions.backward)))
+            # They increase along every worker's order and every microbatch's chain.
+            self.sequence = sorted(range(len(starts)), key=starts.__getitem__)
+        else:
+            self.sequence = self._in_turn(plan)
+        self.ends = self._run(costs, cluster)
 
-    def run(self) -> None:
-        """Let everybody go on until all orders are done."""
-        waiting = [w for w in reversed(self.plan.workers) if self.orders[w]]
-        while waiting:
-            waiting += self._advance(waiting.pop())
-        stuck = [w for w, order in self.orders.items() if self.at[w] < len(order)]
+    def _run(self, costs: StepCosts, cluster: Cluster) -> list[int]:
+        executors, ticks, count = self.executors, self.ticks, self.count
+        delayed = cluster.transfers_cost
+        free = dict.fromkeys(executors, 0)
+        ends = [0] * len(ticks)
+        for n in self.sequence:
+            w = executors[n]
+            start = free[w]
+            if n >= count:
+                there = ends[n - count]
+                if delayed:
+                    row, m = divmod(n - count, count)
+                    lower = min(row, 2 * self.stages - 2 - row)
+                    there += cluster.delay(costs, executors[n - count], w, lower, m)
+                if there > start:
+                    start = there
+            free[w] = ends[n] = start + ticks[n]
+        return ends
+
+    def action(self, number: int) -> Action:
+        """The action of that number."""
+        row, m = divmod(number, self.count)
+        if row < self.stages:
+            return Action("F", row, m)
+        return Action("B", 2 * self.stages - 1 - row, m)
+
+    def _number(self, action: Action) -> int:
+        kind, s, m = action
+        return (s if kind == "F" else 2 * self.stages - 1 - s) * self.count + m
+
+    def _in_turn(self, plan: Plan) -> list[int]:
+        """All actions as they can be executed, by orders that are known without planned starts."""
+        orders = {w: [self._number(action) for action in plan.actions[w]] for w in plan.workers}
+        at = dict.fromkeys(plan.workers, 0)
+        done = [False] * len(self.ticks)
+        waiting: dict[int, int] = {}
+        ready = list(reversed(plan.workers))
+        sequence: list[int] = []
+        while ready:
+            w = ready.pop()
+            for n in orders[w][at[w] :]:
+                if n >= self.count and not done[n - self.count]:
+                    waiting[n - self.count] = w
+                    break
+                done[n] = True
+                sequence.append(n)
+                at[w] += 1
+                if n in waiting:
+                    ready.append(waiting.pop(n))
+        stuck = [w for w, order in orders.items() if at[w] < len(order)]
         if stuck:
             raise ValueError(f"plan: orders of workers {stuck} wait for each other")
-
-    def _advance(self, worker: int) -> list[int]:
-        """Run a worker as far as its inputs go; who may go on because of that."""
-        order, at, now = self.orders[worker], self.at[worker], self.free[worker]
-        factor, spans, busy = self.cluster.slow(worker), self.spans[worker], 0
-        executors, stages = self.plan.executors, self.plan.num_stages
-        freed: list[int] = []
-        while at < len(order):
-            action = order[at]
-            kind, s, m = action
-            forwards = kind == "F"
-            arrival = (self.forward if forwards else self.backward)[s][m]
-            if arrival < 0:
-                break
-            ticks = (self.costs.forward if forwards else self.costs.backward)[s][m]
-            if factor != 1.0:
-                ticks = scaled(ticks, factor)
-            start = max(now, arrival)
-            now = start + ticks
-            busy += ticks
-            spans.append(Span(action, start, now))
-            at += 1
-            heir = s + forwards - (not forwards)
-            if heir < 0:
-                continue
-            up = forwards and heir < stages
-            heir = min(heir, stages - 1)
-            target = executors[heir][m]
-            arrival = now
-            if target != worker:
-                arrival += self.cluster.delay(self.costs, worker, target, min(s, heir), m)
-                freed.append(target)
-            (self.forward if up else self.backward)[heir][m] = arrival
-        self.at[worker], self.free[worker] = at, now
-        self.busy[worker] += busy
-        return freed
+        return sequence
 
 
 def _critical_path(plan: Plan, costs: StepCosts, cluster: Cluster) -> int:
+    if not (cluster.slowness or cluster.transfers_cost):
+        return longest_chain(costs)
     longest = 0
     for m in range(plan.layout.microbatches):
         total = 0

@@ -25,7 +25,7 @@ from dtrain.scheduler.simulator.network import Network
 from dtrain.scheduler.simulator.progress import Progress
 from dtrain.scheduler.simulator.scenario import Scenario
 from dtrain.scheduler.simulator.spec import JobSpec
-from dtrain.scheduler.simulator.steptime import EvenCosts, makespan
+from dtrain.scheduler.simulator.steptime import EvenCosts
 
 
 def test_chance_is_a_function_of_its_key() -> None:
@@ -84,13 +84,14 @@ def test_progress_discards_and_goes_back() -> None:
 
 def test_step_times_of_textbook_pipelines() -> None:
     """1F1B of M microbatches on S workers takes (M + S - 1) (F + B)."""
+    step_time = EvenCosts(1.0, 2.0, 0.5)
     for stages, microbatches in ((1, 5), (2, 4), (4, 8)):
         plan = make_plan(Layout(even_cuts(stages, stages), microbatches, 1), range(stages), 1)
-        assert makespan(plan, 1.0, 2.0) == 3.0 * (microbatches + stages - 1)
-    assert makespan(plan, 1.0, 2.0, {0: 2.0}) >= 2 * 3.0 * microbatches
+        assert step_time(plan, {}) == 0.5 + 3.0 * (microbatches + stages - 1)
+    assert step_time(plan, {0: 2.0}) >= 2 * 3.0 * microbatches
     stuck = replace(plan, actions={w: tuple(reversed(a)) for w, a in plan.actions.items()})
     with pytest.raises(ValueError, match="wait for each other"):
-        makespan(stuck, 1.0, 2.0)
+        step_time(stuck, {})
 
 
 def test_incidents_come_at_the_rates_that_were_asked_for() -> None:

@@ -6,16 +6,15 @@ import pytest
 
 from dtrain.scheduler import Layout, Plan, even_cuts, make_plan, replan
 from dtrain.scheduler.costs import Cluster, StepCosts
-from dtrain.scheduler.predict import predict
+from dtrain.scheduler.predict import makespan_ticks, predict
 from dtrain.scheduler.relayout import exchangeable, relabelled, replan_or_relayout, takers
 from dtrain.scheduler.simulator.invariants import check_plan
-from dtrain.scheduler.simulator.steptime import makespan
 
 LAYOUT = Layout(even_cuts(4, 4), 64, 2)
 
 
-def step(plan: Plan) -> float:
-    return makespan(plan, 1.0, 2.0)
+def step(plan: Plan) -> int:
+    return makespan_ticks(plan, StepCosts.even(LAYOUT))
 
 
 def after_losses(plan: Plan, again: object, rounds: int, cluster: Cluster) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -53,8 +54,13 @@ def test_the_choice_is_at_least_as_good_as_1f1b_and_never_under_the_bound(
     assert found.step_ticks <= choice.compared[BASELINE]
     assert found.makespan >= found.lower_bound
     assert choose_plan(layout, range(workers), 1, costs, cluster).plan == choice.plan
-    # What was predicted on the way is what the whole walk over the plan gives.
+    # What was predicted on the way is what the whole walk over the plan gives, and what workers do
+    # that know nothing but their orders.
     assert predict(choice.plan, costs, cluster) == found
+    orders = replace(choice.plan, actions=dict(choice.plan.actions))
+    assert predict(orders, costs, cluster) == found
+    other = uneven(stages, microbatches, seed + 1)
+    assert predict(orders, other, cluster) == predict(choice.plan, other, cluster)
     for runs, held in zip(choice.plan.executors, choice.plan.holders, strict=True):
         assert set(runs) <= set(held)
         assert len(held) >= min(2, workers)
