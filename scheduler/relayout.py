@@ -45,8 +45,8 @@ def replan_or_relayout(
     Arguments are as in :func:`replan`. ``fresh``: a plan for as many workers and the same costs,
     whatever the workers' numbers, where one is at hand; it is not taken where it breaks the rule of
     failure domains, nor where more than their domains is known of the workers. ``search``: where
-    costs are known, take the best of a few orders of actions, which may keep more microbatches in
-    flight than the layout's schedule does.
+    costs or speeds are known, take the best of a few orders of actions, which may keep more
+    microbatches in flight than the layout's schedule does.
 
     Raises:
         ValueError: as :func:`replan`.
@@ -55,8 +55,8 @@ def replan_or_relayout(
     known = costs or StepCosts.even(old.layout)
 
     def ordered(plan: Plan) -> Plan:
-        if search and costs is not None:
-            return quickly_ordered(plan, costs, cluster)
+        if search and (costs is not None or cluster.slowness):
+            return quickly_ordered(plan, known, cluster)
         return in_order(plan, costs, cluster)
 
     moved_little = ordered(reassigned(old, members, generation, reason, costs, cluster))

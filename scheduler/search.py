@@ -36,6 +36,7 @@ BASELINE = "1f1b in arrival order"
 
 _TRIES = 48
 _NEAR = 1.1
+_AHEAD = (4, 16, 8, 1)
 _NEAR_LEAST = 1.02
 
 _Drafts = Callable[[StepCosts], Sequence[tuple[str, Plan]]]
@@ -296,11 +297,16 @@ class _Search:
 
     def policies(self, plan: Plan) -> list[tuple[str, Policy]]:
         """Names and policies to compare, the most promising first."""
-        split = split_first(plan, self.costs)
+        hardest = hardest_first(plan, self.costs, self.cluster)
         listed = [
             (BASELINE, Policy()),
-            ("list scheduling, split microbatches first", Policy(True, 4, split, True)),
-            ("list scheduling, split first, 1 more in flight", Policy(True, 1, split, True)),
+            *(
+                (
+                    f"list scheduling, hardest first, {n} more in flight",
+                    Policy(True, n, hardest, True),
+                )
+                for n in _AHEAD
+            ),
             ("1f1b, longest first", Policy(rank=self.longest)),
             ("gpipe", Policy(backwards_first=False)),
         ]
@@ -408,19 +414,26 @@ class _Search:
                 (ticks, last), order = found, changed
 
 
-def split_first(plan: Plan, costs: StepCosts) -> tuple[int, ...]:
-    """Precedence by how many workers share a microbatch, then by its length."""
+def hardest_first(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> tuple[int, ...]:
+    """Precedence of microbatches that others have to fit in with.
+
+    By the slowness of the slowest worker that they pass, which is the last to be done if it has to
+    wait; then by how many workers share them; then by their length.
+    """
     chains = [sum(column) for column in zip(*costs.work(), strict=True)]
-    shared = [len(set(column)) for column in zip(*plan.executors, strict=True)]
-    order = sorted(range(len(shared)), key=lambda m: (-shared[m], -chains[m], m))
-    return ranked(order)
+    columns = list(zip(*plan.executors, strict=True))
+    keys = [
+        (-max(map(cluster.slow, column)), -len(set(column)), -ticks, m)
+        for m, (column, ticks) in enumerate(zip(columns, chains, strict=True))
+    ]
+    return ranked([m for *_, m in sorted(keys)])
 
 
 def quickly_ordered(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Plan:
     """The plan in the best of a few orders, for when a job stands still and waits for it.
 
-    The first is :func:`in_order`'s own; the others keep up to four more microbatches of a stage in
-    flight, and are tried as far as ``QUICK_ACTIONS`` go and one may be much better.
+    The first is :func:`in_order`'s own; the others keep more microbatches of a stage in flight, and
+    are tried as far as ``QUICK_ACTIONS`` go and one may be much better.
     """
     best = in_order(plan, costs, cluster)
     tries = QUICK_ACTIONS // (2 * costs.num_stages * costs.microbatches)
@@ -428,16 +441,11 @@ def quickly_ordered(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) ->
         return best
     ticks, _ = planned_end(best, costs, cluster)
     enough = _NEAR_LEAST * least_step_ticks(costs, plan.workers, cluster)
-    split = split_first(plan, costs)
-    policies = [
-        Policy(ahead=4, rank=split, rank_first=True),
-        Policy(ahead=4, rank=longest_first(costs)),
-        Policy(ahead=1, rank=split, rank_first=True),
-    ]
-    for policy in policies[:tries]:
+    rank = hardest_first(plan, costs, cluster)
+    for ahead in _AHEAD[:tries]:
         if ticks <= enough:
             break
-        other = in_order(plan, costs, cluster, policy)
+        other = in_order(plan, costs, cluster, Policy(True, ahead, rank, True))
         found, _ = planned_end(other, costs, cluster)
         if found < ticks:
             best, ticks = other, found
