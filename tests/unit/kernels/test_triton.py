@@ -22,7 +22,7 @@ HOST = (
 """All but what is too much for an interpreter, or what a GPU's implementation has no part in."""
 SOME = (
     f"{HOST} and not many_vectors and not strided and not views_with_gaps and not star "
-    "and not (equals_reference and 1-) and not (bfloat16 and random)"
+    "and not random and not (equals_reference and 1-) and not (bfloat16 and not duplicates)"
 )
 """What takes the interpreter few seconds."""
 
