@@ -51,13 +51,25 @@ def installed(against: str) -> list[str]:
     return [name for name in names if importlib.util.find_spec(PEERS[name]) is not None]
 
 
-def medians_ms(contenders: Mapping[str, Callable[[], object]], budget_s: float) -> dict[str, float]:
+def elapsed_s(call: Callable[[], object]) -> float:
+    """Seconds that a call took on this processor's clock."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def medians_ms(
+    contenders: Mapping[str, Callable[[], object]],
+    budget_s: float,
+    timed: Callable[[Callable[[], object]], float] = elapsed_s,
+) -> dict[str, float]:
     """Median time of each, in milliseconds, called in turns until ``budget_s`` is over.
 
     Every one is called once before the first measurement, and at least three times after it,
-    except a peer's way that was then far slower than another way of the same peer.
+    except a peer's way that was then far slower than another way of the same peer. ``timed`` calls
+    one and gives the seconds it took.
     """
-    first = {name: _seconds(call) for name, call in contenders.items()}
+    first = {name: timed(call) for name, call in contenders.items()}
     taken: dict[str, list[float]] = {}
     for name, seconds in first.items():
         best = min(s for n, s in first.items() if _peer(n) == _peer(name))
@@ -67,15 +79,9 @@ def medians_ms(contenders: Mapping[str, Callable[[], object]], budget_s: float) 
     turns = 0
     while turns < _FEWEST or (turns < _MOST and time.perf_counter() < end):
         for name, times in taken.items():
-            times.append(_seconds(contenders[name]))
+            times.append(timed(contenders[name]))
         turns += 1
     return {name: statistics.median(times) * 1e3 for name, times in taken.items()}
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def _peer(name: str) -> str:

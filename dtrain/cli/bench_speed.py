@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from dtrain.environment import real_graphs
+from dtrain.errors import DtrainError
 
 
 def kernels(
@@ -21,9 +22,17 @@ def kernels(
     ] = None,
     only: Annotated[str, typer.Option(help="Only operators whose name has this in it.")] = "",
     budget_s: Annotated[float, typer.Option(help="Seconds for each comparison.")] = 1.0,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: the GPU's kernels, at most five minutes.")
+    ] = "cpu",
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure the graph operators beside torch's and PyTorch Geometric's."""
+    if device == "cuda":
+        _kernels_on_gpu(against, nodes, graphs or real_graphs(), budget_s, only, as_json)
+        return
+    if device != "cpu":
+        raise DtrainError(f"--device: expected cpu or cuda, got {device!r}")
     from dtrain.bench.kernels import bench_kernels
 
     report = bench_kernels(
@@ -45,6 +54,26 @@ def kernels(
         )
     for name, mean in report.geomean.items():
         typer.echo(f"{name:26} {mean}")
+
+
+def _kernels_on_gpu(
+    against: str, nodes: int, folder: Path | None, budget_s: float, only: str, as_json: bool
+) -> None:
+    from dtrain.bench.gpu import bench_gpu
+
+    report = bench_gpu(
+        against,
+        nodes=nodes,
+        folder=folder,
+        budget_s=budget_s,
+        only=only,
+        say=lambda text: typer.echo(text, err=True),
+    )
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+        return
+    for line in report.lines():
+        typer.echo(line)
 
 
 def sample(
