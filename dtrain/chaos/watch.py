@@ -65,13 +65,19 @@ class Watch:
     def __post_init__(self) -> None:
         self.events = Follower(self.run_dir / "events.jsonl")
         self._metrics = Follower(self.run_dir / "metrics.jsonl")
+        self._outside: dict[int, int] = {}
         self._trainers: dict[int, tuple[int, int]] = {}
 
     def look(self) -> None:
         """Read what is new and count what the trainers hold."""
         for event in self.events.look():
             if event["kind"] == "worker_started":
-                self._trainers.setdefault(event["pid"], (event["worker"], self.committed))
+                self._outside[event["pid"]] = event["worker"]
+            elif event["kind"] == "generation_started":
+                # Others may commit many steps before a newcomer is let in.
+                for pid, worker in list(self._outside.items()):
+                    if worker in event["workers"]:
+                        self._trainers[pid] = (self._outside.pop(pid), self.committed)
         self._metrics.look()
         for pid, (worker, since) in self._trainers.items():
             # The first steps open connections and start threads.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,6 +109,24 @@ def watch_of(folder: Path, *events: dict[str, Any], steps: list[float] = ()) -> 
     watch = Watch(folder)
     watch.look()
     return watch
+
+
+def test_a_newcomer_is_counted_when_it_takes_part(tmp_path: Path) -> None:
+    """What it holds before is no measure of what it may hold later."""
+    watch = watch_of(
+        tmp_path, {"kind": "worker_started", "worker": 1, "pid": os.getpid()}, steps=[1.0] * 9
+    )
+    watch.look()
+    assert watch.resources == {}
+    with (tmp_path / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"kind": "generation_started", "workers": [0, 1]}) + "\n")
+    watch.look()
+    assert watch.resources == {}
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        for step in range(10, 13):
+            metrics.write(json.dumps({"time": 2.0, "step": step, "loss": 1.0, "seeds": 8}) + "\n")
+    watch.look()
+    assert [seen.worker for seen in watch.resources.values()] == [1]
 
 
 FAULT = {"kind": "fault_injected", "time": 10.0}
