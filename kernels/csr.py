@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,7 +166,11 @@ class Csr:
 
     def to(self, device: torch.device | str) -> Csr:
         """The same pattern on ``device``."""
-        moved = Csr(self.indptr.to(device), self.indices.to(device), self.num_cols)
+        return self.map(lambda t: t.to(device))
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Csr:
+        """The same pattern of tensors that ``move`` made of ours, on another device say."""
+        moved = Csr(move(self.indptr), move(self.indices), self.num_cols)
         if self.indptr.device.type == "cpu" and moved.indptr.device.type != "cpu":
             # Found here, the device need not be waited for later.
             moved._longest = self.longest_row()
@@ -199,4 +204,8 @@ class SparseRows:
 
     def to(self, device: torch.device | str) -> SparseRows:
         """The same matrix on ``device``."""
-        return SparseRows(self.csr.to(device), self.values.to(device))
+        return self.map(lambda t: t.to(device))
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> SparseRows:
+        """The same matrix of tensors that ``move`` made of ours."""
+        return SparseRows(self.csr.map(move), move(self.values))

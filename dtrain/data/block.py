@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -43,4 +44,8 @@ class Block:
 
     def to(self, device: torch.device | str) -> Block:
         """The same block on ``device``."""
-        return Block(self.csr.to(device), self.src_degree.to(device))
+        return self.map(lambda t: t.to(device))
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Block:
+        """The same block of tensors that ``move`` made of ours, without what layers keep of it."""
+        return Block(self.csr.map(move), move(self.src_degree))

@@ -123,7 +123,8 @@ class Auditor:
             number=number,
             digested=microbatches if digested else (),
         )
-        attempt.run(self.inputs_of(plan).fetch)
+        fetcher = self.inputs_of(plan)
+        attempt.run(lambda step, microbatch: fetcher.fetch(step, microbatch).ready())
         return attempt
 
     def _digests(self, attempt: Attempt) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from dtrain.data.features import Features
 from dtrain.data.store import GraphStore
 from dtrain.kernels.csr import SparseRows
 from dtrain.runtime.fault import FaultFlag
+from dtrain.runtime.staging import Arrival, SideStream, side_stream
 from dtrain.scheduler import Plan
 
 
@@ -26,13 +27,44 @@ class MicrobatchInputs:
     those between). ``features``: rows for the sources of layer 0, float32 [num_src, F] or sparse,
     where the worker executes stage 0, else None. ``labels``: int64 [B] of the seeds and
     ``seed_rows``: int64 [B], their rows among the last layer's destinations, where it executes the
-    last stage, else None.
+    last stage, else None. ``arrival``: set while they may still be on their way to the device.
     """
 
     blocks: dict[int, Block]
     features: Tensor | SparseRows | None
     labels: Tensor | None
     seed_rows: Tensor | None
+    arrival: Arrival | None = None
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> MicrobatchInputs:
+        """The same inputs of tensors that ``move`` made of ours."""
+        features, labels, rows = self.features, self.labels, self.seed_rows
+        if features is not None:
+            features = features.map(move) if isinstance(features, SparseRows) else move(features)
+        return MicrobatchInputs(
+            {layer: block.map(move) for layer, block in self.blocks.items()},
+            features,
+            None if labels is None else move(labels),
+            None if rows is None else move(rows),
+        )
+
+    def sent_on(self, side: SideStream) -> MicrobatchInputs:
+        """The same inputs on a device, as soon as they have arrived there (:meth:`ready`)."""
+        tensors: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            tensors.append(side.copy(tensor))
+            return tensors[-1]
+
+        moved = self.map(copy)
+        moved.arrival = Arrival(side, side.mark(), tensors)
+        return moved
+
+    def ready(self) -> MicrobatchInputs:
+        """These inputs, for the thread that computes with them to begin once they are there."""
+        if self.arrival is not None:
+            self.arrival.wait()
+        return self
 
 
 class InputFetcher:
@@ -54,6 +86,7 @@ class InputFetcher:
         self._store = store
         self._features: Features = store if features is None else features
         self._device = device
+        self._side = side_stream(device)
         self._cuts = plan.layout.cuts
         self._stages: dict[int, list[int]] = {}
         for stage, runs in enumerate(plan.executors):
@@ -71,10 +104,17 @@ class InputFetcher:
                 self._static[microbatch] = inputs
 
     def fetch(self, step: int, microbatch: int) -> MicrobatchInputs:
-        """Sample the blocks and gather features and labels; kept where the batches are static."""
+        """Sample the blocks and gather features and labels; kept where the batches are static.
+
+        What it gives is to be computed with after ``ready()`` only.
+        """
         if microbatch in self._static:
             return self._static[microbatch]
         inputs = self._make(step, microbatch)
+        if self._side is not None:
+            inputs = inputs.sent_on(self._side)
+        elif self._device.type != "cpu":
+            inputs = inputs.map(lambda tensor: tensor.to(self._device))
         if self._source.static:
             self._static[microbatch] = inputs
         return inputs
@@ -83,20 +123,15 @@ class InputFetcher:
         stages = self._stages[microbatch]
         first_layer = self._cuts[min(stages)]
         sample = self._source.sample(step, microbatch, first_layer)
-        blocks = {
-            first_layer + i: block if self._device.type == "cpu" else block.to(self._device)
-            for i, block in enumerate(sample.blocks)
-        }
+        blocks = {first_layer + i: block for i, block in enumerate(sample.blocks)}
         features = labels = rows = None
         if min(stages) == 0:
-            features = self._features.gather_features(sample.input_nodes).to(self._device)
+            features = self._features.gather_features(sample.input_nodes)
         if max(stages) == len(self._cuts) - 2:
             labels = torch.from_numpy(self._store.labels[sample.seeds].astype("int64"))
-            labels = labels.to(self._device)
             rows = sample.seed_rows
             if rows is None:
                 rows = torch.arange(len(sample.seeds))
-            rows = rows.to(self._device)
         return MicrobatchInputs(blocks, features, labels, rows)
 
 
@@ -141,7 +176,7 @@ class Prefetcher:
         if self._error is not None and key not in self._ready:
             raise self._error
         self._room.release()
-        return self._ready.pop(key)
+        return self._ready.pop(key).ready()
 
     def close(self) -> None:
         """Stop the thread."""

@@ -21,10 +21,15 @@ def warm_up(job: Job) -> None:
         return
     sample = job.source.sample(0, first)
     features = job.store.gather_features(sample.input_nodes)
+    blocks, elsewhere = sample.blocks, job.device.type != "cpu"
+    if elsewhere:
+        features, blocks = features.to(job.device), [block.to(job.device) for block in blocks]
     state: State = features
-    total = torch.zeros(())
-    for index, (layer, block) in enumerate(zip(job.fresh_layers(), sample.blocks, strict=True)):
-        out = layer(block, state, LayerContext(index, True))
+    total = torch.zeros((), device=job.device)
+    for index, (layer, block) in enumerate(zip(job.fresh_layers(), blocks, strict=True)):
+        out = (layer.to(job.device) if elsewhere else layer)(
+            block, state, LayerContext(index, True)
+        )
         state = out
         rows = out if isinstance(out, tuple) else (out,)
         total = sum((t.float().sum() for t in rows if t.is_floating_point()), total * 0.0)
