@@ -16,8 +16,7 @@ from dtrain.scheduler import Cluster, Layout, Plan, StepCosts, even_cuts
 from dtrain.scheduler.balance import BalancePolicy
 from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape, step_costs
 from dtrain.scheduler.cuts import StageCount, choose_stages
-from dtrain.scheduler.predict import peak_memory
-from dtrain.scheduler.search import recomputed
+from dtrain.scheduler.recompute import stages_to_recompute
 
 _ADAM_BYTES = 16
 _SGD_BYTES = 8
@@ -108,6 +107,7 @@ def auto_stages(
         redundancy=parallel.redundancy,
         schedule=parallel.schedule,
         cluster=cluster or memory_cluster(config, workers),
+        recompute=parallel.recompute,
     )
 
 
@@ -136,23 +136,14 @@ def recomputing(
 ) -> tuple[bool, ...]:
     """For each stage, whether its activations are computed again in the backward.
 
-    By ``parallel.recompute``; left to ``auto``, the stages of workers that ``parallel.memory_mib``
-    is too little for, those that keep most first. ``sizes()``: of a step's blocks, as
-    :func:`block_sizes` gives them.
+    By ``parallel.recompute``, and by ``parallel.memory_mib`` where that is ``auto``. ``sizes()``:
+    of a step's blocks, as :func:`block_sizes` gives them.
     """
-    parallel, stages = config.parallel, range(plan.num_stages)
-    again = [parallel.recompute == "all"] * len(stages)
+    parallel = config.parallel
     if parallel.recompute != "auto" or parallel.memory_mib is None:
-        return tuple(again)
+        return (parallel.recompute == "all",) * plan.num_stages
     costs = costs_of_sizes(config, CostModel(), "cpu", shapes, plan.layout.cuts, sizes())
-    most = parallel.memory_mib << 20
-    while True:
-        peak = peak_memory(plan, recomputed(costs, again))
-        held = {s for w in plan.workers if peak[w] > most for s in plan.stages_held(w)}
-        left = [s for s in held if not again[s] and any(costs.kept_bytes[s])]
-        if not left:
-            return tuple(again)
-        again[max(left, key=lambda s: (max(costs.kept_bytes[s]), -s))] = True
+    return stages_to_recompute(plan, costs, memory_cluster(config, plan.workers).memory_bytes)
 
 
 def model_shapes(config: Config, store: GraphStore) -> list[LayerShape]:

@@ -15,6 +15,7 @@ from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts
 from dtrain.scheduler.plan import Layout, Plan, Schedule
 from dtrain.scheduler.planner import first_plan
 from dtrain.scheduler.predict import Prediction, excess_bytes, predict
+from dtrain.scheduler.recompute import Recompute, recomputed, stages_to_recompute
 
 _MOST_WORKERS = 64
 """Above so many workers the programme deals out as many shares of them."""
@@ -105,12 +106,14 @@ def _stage_ticks(
 class StageCount:
     """The number of stages that was found fastest.
 
-    ``plans[n]``, ``predictions[n]``: the plan with ``n`` stages, fit for memory or not.
+    ``plans[n]``, ``predictions[n]``: the plan with ``n`` stages, fit for memory or not;
+    ``recompute[n]``: which of them compute activations again, as :func:`stages_to_recompute` says.
     """
 
     stages: int
     plans: dict[int, Plan]
     predictions: dict[int, Prediction]
+    recompute: dict[int, tuple[bool, ...]]
     reason: str
 
     @property
@@ -134,15 +137,17 @@ def choose_stages(
     redundancy: int = 2,
     schedule: Schedule = "1f1b",
     cluster: Cluster = UNIFORM,
+    recompute: Recompute = "auto",
     most: int | None = None,
 ) -> StageCount:
     """Try 1 (pure data parallelism) to ``most`` stages and take the fastest within memory.
 
     What is compared are the plans that a run makes (:func:`dtrain.scheduler.planner.first_plan`),
-    which nobody searches and in which nothing is recomputed. Of equal ones the fewest stages; where
-    none fits, the one that lacks the least memory.
+    which nobody searches, with the time that the stages take which compute activations again. Cuts
+    are those that are fastest where nothing is computed again, and those that are if memory has no
+    limit. Of equal plans the fewest stages; where none fits, the one that lacks the least memory.
 
-    ``costs_of(cuts)``: the costs of the step under those cuts.
+    ``costs_of(cuts)``: the costs of the step under those cuts. ``recompute``: as a run has it.
 
     Raises:
         ValueError: as :func:`dtrain.scheduler.make_plan`.
@@ -151,35 +156,48 @@ def choose_stages(
     memory = min(
         (cluster.memory_bytes[w] for w in workers if w in cluster.memory_bytes), default=None
     )
-    plans: dict[int, Plan] = {}
-    predictions: dict[int, Prediction] = {}
+    found: dict[int, _Cut] = {}
     for stages in range(1, min(most or num_layers, num_layers) + 1):
-        cuts = cut_stages(single, stages, len(workers), memory)
-        if cuts is None:
-            # To say what it would take, and because what the programme takes is an upper bound.
-            cuts = cut_stages(single, stages, len(workers))
-        assert cuts is not None
-        layout = Layout(cuts, microbatches, redundancy, schedule)
-        plans[stages] = first_plan(layout, workers, generation, cluster)
-        predictions[stages] = predict(plans[stages], costs_of(cuts), cluster)
-
-    def worth(stages: int) -> tuple[int, int, int]:
-        found = predictions[stages]
-        return excess_bytes(found, cluster), found.step_ticks, stages
-
-    best = min(plans, key=worth)
-    return StageCount(best, plans, predictions, _compared(predictions, best, schedule))
-
-
-def _compared(predictions: dict[int, Prediction], best: int, schedule: Schedule) -> str:
-    parts = [
-        f"{stages}: {found.step_ticks / 1e6:.2f} ms"
-        + (" (does not fit in memory)" if found.over else "")
-        for stages, found in predictions.items()
-    ]
-    kind = "1 stage (pure data parallelism)" if best == 1 else f"{best} stages"
-    why = "nearest to fitting in memory" if predictions[best].over else "predicted fastest"
-    return (
-        f"{kind} {why} of a run's plans by number of stages, in {schedule} order and with nothing "
-        f"recomputed; {', '.join(parts)}"
+        tried = {cut_stages(single, stages, len(workers), limit) for limit in (memory, None)}
+        candidates = []
+        for cuts in sorted(cuts for cuts in tried if cuts is not None):
+            layout = Layout(cuts, microbatches, redundancy, schedule)
+            plan = first_plan(layout, workers, generation, cluster)
+            costs = costs_of(cuts)
+            again = stages_to_recompute(plan, costs, cluster.memory_bytes, recompute)
+            prediction = predict(plan, recomputed(costs, again), cluster)
+            candidates.append(_Cut(plan, prediction, again))
+        found[stages] = min(candidates, key=lambda cut: cut.worth(cluster))
+    best = min(found, key=lambda stages: (found[stages].worth(cluster), stages))
+    return StageCount(
+        best,
+        {stages: cut.plan for stages, cut in found.items()},
+        {stages: cut.prediction for stages, cut in found.items()},
+        {stages: cut.again for stages, cut in found.items()},
+        _compared(found, best, schedule),
     )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    plan: Plan
+    prediction: Prediction
+    again: tuple[bool, ...]
+
+    def worth(self, cluster: Cluster) -> tuple[int, int]:
+        return excess_bytes(self.prediction, cluster), self.prediction.step_ticks
+
+
+def _compared(found: dict[int, _Cut], best: int, schedule: Schedule) -> str:
+    parts = []
+    for stages, cut in found.items():
+        said = f"{stages}: {cut.prediction.step_ticks / 1e6:.2f} ms"
+        again = [s for s, does in enumerate(cut.again) if does]
+        said += f" (stages {again} recompute activations)" if again else ""
+        said += " (does not fit in memory)" if cut.prediction.over else ""
+        parts.append(said)
+    kind = "1 stage (pure data parallelism)" if best == 1 else f"{best} stages"
+    over = found[best].prediction.over
+    why = "nearest to fitting in memory" if over else "predicted fastest"
+    compared = f"of a run's plans by number of stages, in {schedule} order"
+    return f"{kind} {why} {compared}; {', '.join(parts)}"

@@ -25,6 +25,7 @@ from dtrain.scheduler.predict import (
     planned_end,
     predict,
 )
+from dtrain.scheduler.recompute import hungriest, recomputed
 
 SEARCH_ACTIONS = 50_000
 """Actions that a search puts in order at most, over all candidates but the first."""
@@ -182,26 +183,9 @@ def _choose(draw: _Drafts, costs: StepCosts, cluster: Cluster, budget: int) -> C
             return tried[-1]
         if all(again) or not costs.kept_bytes:
             return min(tried, key=lambda choice: excess_bytes(choice.prediction, cluster))
-        again[_hungriest(known, again)] = True
+        left = [s for s in range(costs.num_stages) if not again[s]]
+        again[hungriest(known, left)] = True
         known = recomputed(costs, again)
-
-
-def recomputed(costs: StepCosts, stages: Sequence[bool]) -> StepCosts:
-    """The costs where some stages keep only what they receive and run their forward twice."""
-    backward = tuple(
-        tuple(f + b for f, b in zip(fs, bs, strict=True)) if again else bs
-        for fs, bs, again in zip(costs.forward, costs.backward, stages, strict=True)
-    )
-    kept = tuple(
-        (costs.sent_bytes[s - 1] if s and costs.sent_bytes else (0,) * len(row)) if again else row
-        for s, (row, again) in enumerate(zip(costs.kept_bytes, stages, strict=True))
-    )
-    return replace(costs, backward=backward, kept_bytes=kept)
-
-
-def _hungriest(costs: StepCosts, again: Sequence[bool]) -> int:
-    left = [s for s in range(costs.num_stages) if not again[s]]
-    return max(left, key=lambda s: (max(costs.kept_bytes[s]), -s))
 
 
 def _dealt_in_turn(staged: Plan) -> Plan:

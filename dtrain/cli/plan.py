@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dtrain.scheduler.balance import BalancePolicy
     from dtrain.scheduler.costmodel import CostModel
     from dtrain.scheduler.predict import Prediction
+    from dtrain.scheduler.recompute import Recompute
 
 
 @dataclass
@@ -218,7 +219,8 @@ def _planned(
     if search:
         shown = _searched(layout, members, lost, costs, cluster)
     else:
-        shown = _as_run(layout, members, lost, costs, cluster, balance_policy(config))
+        policy = balance_policy(config)
+        shown = _as_run(layout, members, lost, costs, cluster, policy, parallel.recompute)
     shown.why = "; ".join([shown.why, *said])
     return shown
 
@@ -230,27 +232,38 @@ def _as_run(
     costs: StepCosts,
     cluster: Cluster,
     policy: BalancePolicy | None,
+    recompute: Recompute,
 ) -> Shown:
     """What a run does, with the same functions: it begins, moves load, and goes on after losses."""
     from dtrain.scheduler import Cluster
     from dtrain.scheduler.balance import Balancer, times_on
     from dtrain.scheduler.planner import first_plan
     from dtrain.scheduler.predict import predict
+    from dtrain.scheduler.recompute import recomputed, stages_to_recompute
     from dtrain.scheduler.relayout import replan_or_relayout
+
+    def charged(plan: Plan) -> StepCosts:
+        """The costs with what the plan has to compute again."""
+        again = stages_to_recompute(plan, costs, cluster.memory_bytes, recompute)
+        if any(again):
+            stages = [s for s, does in enumerate(again) if does]
+            said.append(f"stages {stages} recompute activations, which memory has no room for")
+        return recomputed(costs, again)
 
     known, measured = Cluster(domains=cluster.domains), None
     plan = first_plan(layout, members, 1, known)
-    expected = before = predict(plan, costs, cluster)
-    pictures: dict[str, Spans] = {"predicted": expected.spans}
     said = [plan.reason]
+    spent = charged(plan)
+    expected = before = predict(plan, spent, cluster)
+    pictures: dict[str, Spans] = {"predicted": expected.spans}
     if policy is not None and len(members) > 1:
         balancer, looks = Balancer(policy), policy.every * policy.looks
         moves = [
-            balancer.observe(plan, times_on(plan, costs, cluster), known) for _ in range(looks)
+            balancer.observe(plan, times_on(plan, spent, cluster), known) for _ in range(looks)
         ]
         if (move := moves[-1]) is not None:
             said.append(f"after {looks} steps {move.reason}")
-            plan, expected = move.plan, predict(move.plan, costs, cluster)
+            plan, expected = move.plan, predict(move.plan, charged(move.plan), cluster)
             known, measured = replace(known, slowness=move.slowness), move.costs
             pictures = {"begun": before.spans, f"after {looks} steps": expected.spans}
             before = expected
@@ -258,7 +271,7 @@ def _as_run(
         left = [w for w in members if w not in lost]
         search = policy is not None and policy.search
         plan = replan_or_relayout(plan, left, 2, "", measured, known, search=search)
-        expected = predict(plan, costs, cluster)
+        expected = predict(plan, charged(plan), cluster)
         said += [plan.reason, _share(before, expected, members)]
         pictures = {"before": before.spans, "after the loss": expected.spans}
     if expected.over:

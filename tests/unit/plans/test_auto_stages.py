@@ -31,7 +31,7 @@ def test_auto_chooses_by_memory_and_says_so(config_file: Path) -> None:
     found, reason = layout(config_file, "parallel.stages=auto")
     assert found.cuts == (0, 3)
     assert reason.startswith("1 stage (pure data parallelism) predicted fastest of a run's plans")
-    assert "nothing recomputed; 1: " in reason
+    assert "by number of stages, in 1f1b order; 1: " in reason
     assert layout(config_file, "parallel.stages=auto") == (found, reason)
     # Two layers of 32 MiB each, with gradients and optimizer state.
     wide = ["parallel.stages=auto", "model.hidden=1024", "parallel.redundancy=1"]

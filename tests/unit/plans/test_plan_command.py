@@ -125,9 +125,15 @@ def test_the_number_of_stages_is_chosen_within_memory(
     assert "predicted fastest of a run's plans by number of stages" in free["reason"]
     assert free["cuts"] == [0, 3]
     wide = ["--stages", "auto", "--set", "model.hidden=1024", "--set", "parallel.redundancy=1"]
-    tight = as_json(capsys, str(config_file), "--workers", "3", *wide, "--memory-mib", "35")
+    wide = [str(config_file), "--workers", "3", *wide, "--memory-mib", "35"]
+    again = as_json(capsys, *wide)
+    assert again["cuts"] == [0, 3]
+    assert again["over_memory"] == []
+    assert again["reason"].count("stages [0] recompute activations") == 2
+    tight = as_json(capsys, *wide, "--set", "parallel.recompute=none")
     assert len(tight["cuts"]) > 2
     assert "(does not fit in memory)" in tight["reason"]
+    assert tight["predicted_step_ms"] > again["predicted_step_ms"]
     assert as_json(capsys, str(config_file), "--stages", "3")["cuts"] == [0, 1, 2, 3]
 
 

@@ -9,7 +9,7 @@ from dtrain.planning import costs_of_sizes, recomputing
 from dtrain.scheduler import Layout, make_plan
 from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape
 from dtrain.scheduler.predict import peak_memory
-from dtrain.scheduler.search import recomputed
+from dtrain.scheduler.recompute import recomputed
 
 SHAPES = [LayerShape("SageLayer", 64, 64, 10), LayerShape("SageLayer", 64, 8, 10)]
 # The first layer keeps far more than the second.

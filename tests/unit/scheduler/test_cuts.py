@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -94,7 +95,7 @@ def test_stages_are_taken_where_a_worker_cannot_hold_all_layers() -> None:
     assert "1: 24.00 ms (does not fit in memory)" in found.reason
 
 
-def test_what_would_have_to_recompute_activations_does_not_fit() -> None:
+def test_what_has_to_compute_activations_again_is_charged_for_it() -> None:
     def costs(cuts: tuple[int, ...]) -> StepCosts:
         return even(cuts, kept=500)
 
@@ -102,9 +103,31 @@ def test_what_would_have_to_recompute_activations_does_not_fit() -> None:
     # A worker with all four layers would keep 2000 bytes besides a state of 4000.
     tight = Cluster(memory_bytes=dict.fromkeys(range(4), 5500))
     found = choose_stages(costs, 4, 8, range(4), 1, redundancy=1, cluster=tight)
-    assert found.stages > 1
-    assert found.predictions[1].over
+    # Two microbatches of four layers, each forward twice: less than any pipeline's bubbles.
+    assert found.stages == 1
+    assert found.recompute[1] == (True,)
+    assert found.prediction.step_ticks == 2 * 4 * (1 + 1 + 2) * 10**6
     assert not found.prediction.over
+    assert "1: 32.00 ms (stages [0] recompute activations), 2: " in found.reason
+    never = choose_stages(costs, 4, 8, range(4), 1, redundancy=1, cluster=tight, recompute="none")
+    assert never.stages > 1
+    assert never.predictions[1].over
+    assert not never.prediction.over
+    always = choose_stages(costs, 4, 8, range(4), 1, recompute="all")
+    assert all(all(again) for again in always.recompute.values())
+
+
+def test_stages_that_keep_all_are_taken_where_computing_again_costs_more() -> None:
+    def costs(cuts: tuple[int, ...]) -> StepCosts:
+        plain = even(cuts, kept=500)
+        # Forwards that take ten times as long as backwards.
+        return replace(plain, forward=plain.backward, backward=plain.forward)
+
+    tight = Cluster(memory_bytes=dict.fromkeys(range(4), 5500))
+    found = choose_stages(costs, 4, 8, range(4), 1, redundancy=1, cluster=tight)
+    assert found.stages > 1
+    assert not any(found.recompute[found.stages])
+    assert found.recompute[1] == (True,)
 
 
 def test_where_nothing_fits_the_least_excess_is_taken() -> None:

@@ -13,12 +13,12 @@ from torch.distributed.pipelining import schedules
 
 from dtrain.scheduler import Action, Cluster, Layout, Policy, StepCosts, even_cuts, make_plan
 from dtrain.scheduler.predict import predict
+from dtrain.scheduler.recompute import recomputed
 from dtrain.scheduler.search import (
     BASELINE,
     Choice,
     choose_plan,
     choose_replan,
-    recomputed,
     reschedule,
 )
 
