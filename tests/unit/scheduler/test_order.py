@@ -14,7 +14,7 @@ from dtrain.scheduler.order import order_actions
 from dtrain.scheduler.planner import in_order
 from dtrain.scheduler.predict import planned_end, predict
 from dtrain.scheduler.relayout import replan_or_relayout
-from dtrain.scheduler.search import quickly_ordered
+from dtrain.scheduler.search import hardest_first, levelled, quickly_ordered
 
 _DRAW = random.Random(3)
 SIZES = [math.exp(_DRAW.gauss(0.0, 0.5)) for _ in range(64)]
@@ -100,3 +100,15 @@ def test_uneven_microbatches_lose_no_more_than_their_share_at_once(lost: tuple[i
     plan = replan_or_relayout(old, left, 2, "", costs, search=True)
     fault_free, now = (predict(p, costs).step_ticks for p in (old, plan))
     assert fault_free / now >= 0.95 * len(left) / 16
+
+
+def test_microbatches_that_pass_a_slow_worker_go_first() -> None:
+    layout, costs = grid(SIZES)
+    usual = quickly_ordered(make_plan(layout, range(16), 1, costs), costs)
+    slow = Cluster(slowness={5: 3.0})
+    plan = quickly_ordered(levelled(usual, costs, slow, may_hold=False), costs, slow)
+    mine = {m for runs in plan.executors for m, w in enumerate(runs) if w == 5}
+    rank = hardest_first(plan, costs, slow)
+    assert {m for m in range(64) if rank[m] < len(mine)} == mine
+    # Its stage has 3 1/3 workers' worth of speed instead of 4.
+    assert planned_end(plan, costs, slow)[0] <= 1.2 * planned_end(usual, costs)[0]
