@@ -104,12 +104,25 @@ class Csr:
         whose destinations are its first sources. Computed once.
         """
         if self._with_self is None:
-            indptr, indices = csr_cpu.with_self_entries(
-                self.indptr.cpu().numpy(), self.indices.cpu().numpy()
-            )
-            pattern = Csr(torch.from_numpy(indptr), torch.from_numpy(indices), self.num_cols)
-            self._with_self = pattern.to(self.indices.device)
+            if self.indices.device.type == "cpu":
+                arrays = csr_cpu.with_self_entries(self.indptr.numpy(), self.indices.numpy())
+                indptr, indices = (torch.from_numpy(a) for a in arrays)
+                self._with_self = Csr(indptr, indices, self.num_cols)
+            else:
+                self._with_self = self._with_self_by_search()
         return self._with_self
+
+    def _with_self_by_search(self) -> Csr:
+        rows = self.row_of_entry()
+        others = self.indices != rows
+        other_rows, columns = rows[others], self.indices[others]
+        numbers = torch.arange(self.num_rows + 1, device=rows.device)
+        indptr = torch.searchsorted(other_rows, numbers) + numbers
+        indices = columns.new_empty(len(columns) + self.num_rows)
+        indices[indptr[:-1]] = numbers[:-1]
+        # Before an entry stand the other ones and the own one of each row up to its own.
+        indices[torch.arange(len(columns), device=rows.device) + other_rows + 1] = columns
+        return Csr(indptr, indices, self.num_cols)
 
     def head(self, num_rows: int) -> Csr:
         """The first ``num_rows`` rows; the last answer is kept, so its transpose is reused."""
@@ -124,7 +137,7 @@ class Csr:
         """int64 [nnz]: the row of every entry."""
         counts = self.indptr[1:] - self.indptr[:-1]
         rows = torch.arange(self.num_rows, device=self.indptr.device)
-        return torch.repeat_interleave(rows, counts)
+        return torch.repeat_interleave(rows, counts, output_size=self.nnz)
 
     def row_counts(self) -> Tensor:
         """int64 [num_rows]: entries in every row."""

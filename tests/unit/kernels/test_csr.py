@@ -45,6 +45,9 @@ def test_every_row_gets_itself_exactly_once(graph: Csr) -> None:
         old = graph.indices[graph.indptr[row] : graph.indptr[row + 1]].tolist()
         new = pattern.indices[pattern.indptr[row] : pattern.indptr[row + 1]].tolist()
         assert new == [row, *(column for column in old if column != row)]
+    elsewhere = graph._with_self_by_search()
+    assert torch.equal(elsewhere.indptr, pattern.indptr)
+    assert torch.equal(elsewhere.indices, pattern.indices)
 
 
 def test_head_and_dense_of_sparse_rows(graph: Csr) -> None:
