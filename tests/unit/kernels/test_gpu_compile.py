@@ -41,7 +41,7 @@ CALLS: dict[str, Callable[[Csr, Tensor, Tensor], Tensor]] = {
     "one head": lambda csr, x, weight: gat(csr, x.view(-1, 1, 64), x[:, :1], x[:, 1:2]),
     "maxk": lambda csr, x, weight: spmm_maxk(csr, maxk(x, 16), weight),
 }
-ALWAYS = ("weighted sum", "gat")
+ALWAYS = ("gat",)
 
 
 class _Absent:
