@@ -37,7 +37,7 @@ BASELINE = "1f1b in arrival order"
 
 _TRIES = 48
 _NEAR = 1.1
-_AHEAD = (4, 16, 8, 1)
+_AHEAD = (16, 4, 8, 1)
 _NEAR_LEAST = 1.02
 
 _Drafts = Callable[[StepCosts], Sequence[tuple[str, Plan]]]
@@ -280,20 +280,20 @@ class _Search:
         self.found: list[_Candidate] = []
 
     def policies(self, plan: Plan) -> list[tuple[str, Policy]]:
-        """Names and policies to compare, the most promising first."""
-        hardest = hardest_first(plan, self.costs, self.cluster)
-        listed = [
-            (BASELINE, Policy()),
-            *(
-                (
-                    f"list scheduling, hardest first, {n} more in flight",
-                    Policy(True, n, hardest, True),
-                )
-                for n in _AHEAD
-            ),
-            ("1f1b, longest first", Policy(rank=self.longest)),
-            ("gpipe", Policy(backwards_first=False)),
+        """Names and policies to compare: the baseline, then the most promising first.
+
+        Of a plan so large that only one order will be made, one.
+        """
+        longest = ("1f1b, longest first", Policy(rank=self.longest))
+        rank = hardest_first(plan, self.costs, self.cluster)
+        hardest = [
+            (f"list scheduling, hardest first, {n} more in flight", Policy(True, n, rank, True))
+            for n in _AHEAD
         ]
+        if self.left < self.size:
+            return [longest if self.cluster.memory_bytes else hardest[0]]
+        gpipe = ("gpipe", Policy(backwards_first=False))
+        listed = [(BASELINE, Policy()), *hardest, longest, gpipe]
         for ahead in (1, 2, 4):
             more = f"list scheduling, {ahead} more in flight"
             listed.append((f"{more}, longest first", Policy(ahead=ahead, rank=self.longest)))
@@ -406,33 +406,38 @@ def hardest_first(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> t
     """
     chains = [sum(column) for column in zip(*costs.work(), strict=True)]
     columns = list(zip(*plan.executors, strict=True))
-    keys = [
-        (-max(map(cluster.slow, column)), -len(set(column)), -ticks, m)
-        for m, (column, ticks) in enumerate(zip(columns, chains, strict=True))
-    ]
-    return ranked([m for *_, m in sorted(keys)])
+    slowest = [0.0] * len(columns)
+    if cluster.slowness:
+        slowest = [-max(map(cluster.slow, column)) for column in columns]
+    shared = [-len(set(column)) for column in columns]
+    every = range(len(columns))
+    return ranked(sorted(every, key=lambda m: (slowest[m], shared[m], -chains[m])))
 
 
 def quickly_ordered(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> Plan:
     """The plan in the best of a few orders, for when a job stands still and waits for it.
 
     The first is :func:`in_order`'s own; the others keep more microbatches of a stage in flight, and
-    are tried as far as ``QUICK_ACTIONS`` go and one may be much better.
+    are tried as far as ``QUICK_ACTIONS`` go and one may be much better. A plan that is too large
+    for that has the most promising order alone.
     """
-    best = in_order(plan, costs, cluster)
+    rank = hardest_first(plan, costs, cluster)
     tries = QUICK_ACTIONS // (2 * costs.num_stages * costs.microbatches)
     if not tries:
-        return best
-    ticks, _ = planned_end(best, costs, cluster)
+        only = in_order(plan, costs, cluster, Policy(True, _AHEAD[0], rank))
+        return replace(only, reason=f"{plan.reason}; hardest first, {_AHEAD[0]} more in flight")
+    best = in_order(plan, costs, cluster)
+    first, _ = planned_end(best, costs, cluster)
+    ticks = first
     enough = _NEAR_LEAST * least_step_ticks(costs, plan.workers, cluster)
-    rank = hardest_first(plan, costs, cluster)
     for ahead in _AHEAD[:tries]:
         if ticks <= enough:
             break
         other = in_order(plan, costs, cluster, Policy(True, ahead, rank, True))
         found, _ = planned_end(other, costs, cluster)
         if found < ticks:
-            best, ticks = other, found
+            said = f"hardest first, {ahead} more in flight: step {1 - found / first:.0%} shorter"
+            best, ticks = replace(other, reason=f"{plan.reason}; {said}"), found
     return best
 
 

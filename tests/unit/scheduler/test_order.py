@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.scheduler import Cluster, Layout, Policy, StepCosts, even_cuts, make_plan
+from dtrain.scheduler import Cluster, Layout, Policy, StepCosts, even_cuts, make_plan, search
 from dtrain.scheduler.order import order_actions
 from dtrain.scheduler.planner import in_order
 from dtrain.scheduler.predict import planned_end, predict
@@ -112,3 +112,19 @@ def test_microbatches_that_pass_a_slow_worker_go_first() -> None:
     assert {m for m in range(64) if rank[m] < len(mine)} == mine
     # Its stage has 3 1/3 workers' worth of speed instead of 4.
     assert planned_end(plan, costs, slow)[0] <= 1.2 * planned_end(usual, costs)[0]
+
+
+def test_a_plan_too_large_to_compare_orders_has_the_most_promising_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout, costs = grid(SIZES)
+    plan = make_plan(layout, range(8), 1, costs)
+    monkeypatch.setattr(search, "QUICK_ACTIONS", 1)
+    monkeypatch.setattr(search, "REPLAN_ACTIONS", 1)
+    large, choice = quickly_ordered(plan, costs), search.reschedule(plan, costs)
+    assert planned_end(large, costs)[0] < 0.95 * planned_end(plan, costs)[0]
+    assert choice.prediction.makespan == planned_end(large, costs)[0]
+    assert "hardest first, 16 more in flight" in large.reason
+    assert list(choice.compared) == ["list scheduling, hardest first, 16 more in flight"]
+    limited = Cluster(memory_bytes=dict.fromkeys(range(8), 1 << 40))
+    assert search.reschedule(plan, costs, limited).name == "1f1b, longest first"
