@@ -69,7 +69,7 @@ class StepCosts:
             found = (len(table), *sorted({len(row) for row in table}))
             if found != shape:
                 raise ValueError(f"costs.{name}: expected a table {shape}, got {found}")
-        if any(t < 1 for table in (self.forward, self.backward) for row in table for t in row):
+        if min(map(min, (*self.forward, *self.backward))) < 1:
             raise ValueError("costs: expected every forward and backward to cost at least 1 tick")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -68,6 +69,10 @@ class Proposal:
 
     def peers(self) -> frozenset[Peer]:
         """The members."""
+        return self._peers
+
+    @cached_property
+    def _peers(self) -> frozenset[Peer]:
         return frozenset(a.peer for a in self.members)
 
     def workers(self) -> tuple[int, ...]:
