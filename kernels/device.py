@@ -2,6 +2,7 @@
 
 Kernels walk a row's entries one after the other, so the order of additions is that of the pattern.
 Tiles, warps and grids decide which program computes a row and never in which order it is summed.
+Widths and numbers of heads are compiled in: their divisors decide how much a load may take.
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ def _over_entries(kernel: Any, csr: Csr, out: Tensor, *operands: Tensor) -> None
 
 @triton.jit
 def _statistics(
-    maxima, sums, partial_maxima, partial_sums, scores, start, stop, target, count, num_rows, heads,
-    SPLIT: tl.constexpr, COMPUTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    maxima, sums, partial_maxima, partial_sums, scores, start, stop, target, count, num_rows,
+    heads: tl.constexpr, SPLIT: tl.constexpr, COMPUTED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -128,7 +129,7 @@ def _statistics(
 
 @triton.jit
 def _joined_statistics(
-    maxima, sums, partial_maxima, partial_sums, long_rows, first_slot, heads,
+    maxima, sums, partial_maxima, partial_sums, long_rows, first_slot, heads: tl.constexpr,
     COMPUTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
@@ -151,7 +152,8 @@ def _joined_statistics(
 
 @triton.jit
 def _normalized(
-    out, scores, maxima, sums, rows, count, heads, COMPUTED: tl.constexpr, BLOCK: tl.constexpr,
+    out, scores, maxima, sums, rows, count, heads: tl.constexpr, COMPUTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = place < count
@@ -165,8 +167,8 @@ def _normalized(
 
 @triton.jit
 def _row_dots(
-    dots, partial, softmax, grad, start, stop, target, count, num_rows, heads, SPLIT: tl.constexpr,
-    COMPUTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dots, partial, softmax, grad, start, stop, target, count, num_rows, heads: tl.constexpr,
+    SPLIT: tl.constexpr, COMPUTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -190,7 +192,8 @@ def _row_dots(
 
 @triton.jit
 def _gradients(
-    out, softmax, grad, dots, rows, count, heads, COMPUTED: tl.constexpr, BLOCK: tl.constexpr,
+    out, softmax, grad, dots, rows, count, heads: tl.constexpr, COMPUTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = place < count

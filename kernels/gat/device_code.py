@@ -31,9 +31,10 @@ def _finite(largest):
 def rows(
     out, sloped, maxima, inverses, slopes, partial, partial_sloped, partial_maxima, partial_sums,
     partial_slopes, x, src_score, dst_score, indices, start, stop, target, owner, count, num_rows,
-    heads, width, key: tl.uint64, SLOPE: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, WITH_GRAD: tl.constexpr, SCALE: tl.constexpr,
-    COMPUTED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    heads: tl.constexpr, width: tl.constexpr, key: tl.uint64, SLOPE: tl.constexpr,
+    DROP: tl.constexpr, THRESHOLD: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    WITH_GRAD: tl.constexpr, SCALE: tl.constexpr, COMPUTED: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Outputs of whole rows, and the sums of the pieces of others."""
     piece = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -102,8 +103,9 @@ def rows(
 @triton.jit
 def join_rows(
     out, sloped, maxima, inverses, slopes, partial, partial_sloped, partial_maxima, partial_sums,
-    partial_slopes, long_rows, first_slot, heads, width, WITH_GRAD: tl.constexpr,
-    SCALE: tl.constexpr, COMPUTED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    partial_slopes, long_rows, first_slot, heads: tl.constexpr, width: tl.constexpr,
+    WITH_GRAD: tl.constexpr, SCALE: tl.constexpr, COMPUTED: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The output of one long row from its pieces, each brought to the row's largest logit."""
     number = tl.program_id(0)
@@ -141,8 +143,8 @@ def join_rows(
 
 @triton.jit
 def row_dots(
-    to_dst, far, grad, out, sloped, maxima, inverses, slopes, dst_score, count, heads, width,
-    PAIRS: tl.constexpr, LANES: tl.constexpr, COMPUTED: tl.constexpr,
+    to_dst, far, grad, out, sloped, maxima, inverses, slopes, dst_score, count, heads: tl.constexpr,
+    width: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, COMPUTED: tl.constexpr,
 ):  # fmt: skip
     """Gradients to the rows' scores, and what the columns look up of each row and head."""
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
@@ -168,10 +170,10 @@ def row_dots(
 @triton.jit(do_not_specialize=["key"])
 def columns(
     to_x, weighed, totals, partial, partial_weighed, partial_totals, grad, far, src_score, indices,
-    perm, start, stop, target, owner, count, num_cols, heads, width, key: tl.uint64,
-    SLOPE: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
-    SPLIT: tl.constexpr, COMPUTED: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    perm, start, stop, target, owner, count, num_cols, heads: tl.constexpr, width: tl.constexpr,
+    key: tl.uint64, SLOPE: tl.constexpr, DROP: tl.constexpr, THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr, SPLIT: tl.constexpr, COMPUTED: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Of every column the gradient to ``x``, and the parts of that to its score."""
     piece = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -223,8 +225,8 @@ def columns(
 
 @triton.jit
 def column_dots(
-    to_src, x, weighed, totals, count, width, PAIRS: tl.constexpr, LANES: tl.constexpr,
-    COMPUTED: tl.constexpr,
+    to_src, x, weighed, totals, count, width: tl.constexpr, PAIRS: tl.constexpr,
+    LANES: tl.constexpr, COMPUTED: tl.constexpr,
 ):  # fmt: skip
     """Gradients to the columns' scores, ``x . weighed - totals`` for every column and head."""
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)

@@ -107,8 +107,8 @@ def gather_sum(transposed: Csr, grad: Tensor, columns: Tensor, weight: Tensor | 
 
 @triton.jit
 def _choose(
-    out, x, count, width, k, COMPUTED: tl.constexpr, NUMBER: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    out, x, count, width: tl.constexpr, k: tl.constexpr, COMPUTED: tl.constexpr,
+    NUMBER: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -136,7 +136,10 @@ def _choose(
 
 
 @triton.jit
-def _pack(bits, before, columns, count, k, words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _pack(
+    bits, before, columns, count, k: tl.constexpr, words: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     element = tl.arange(0, COLUMNS)[None, :]
     live = (row < count)[:, None] & (element < k)
@@ -164,8 +167,8 @@ def _ones(word):
 @triton.jit
 def _scattered_sums(
     out, partial, values, bits, before, weight, indices, start, stop, target, count, num_rows,
-    width, k, words, WEIGHTED: tl.constexpr, SPLIT: tl.constexpr, COMPUTED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    width: tl.constexpr, k: tl.constexpr, words: tl.constexpr, WEIGHTED: tl.constexpr,
+    SPLIT: tl.constexpr, COMPUTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -204,8 +207,8 @@ def _scattered_sums(
 @triton.jit
 def _gathered_sums(
     out, partial, grad, columns, weight, indices, start, stop, target, owner, count, num_rows,
-    width, k, WEIGHTED: tl.constexpr, SPLIT: tl.constexpr, COMPUTED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    width: tl.constexpr, k: tl.constexpr, WEIGHTED: tl.constexpr, SPLIT: tl.constexpr,
+    COMPUTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     element = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

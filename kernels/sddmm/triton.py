@@ -34,8 +34,8 @@ def sddmm_dot(csr: Csr, a: Tensor, b: Tensor) -> Tensor:
 
 @triton.jit
 def _dots(
-    out, a, b, rows, indices, nnz, width, COMPUTED: tl.constexpr, ENTRIES: tl.constexpr,
-    LANES: tl.constexpr,
+    out, a, b, rows, indices, nnz, width: tl.constexpr, COMPUTED: tl.constexpr,
+    ENTRIES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     live = entry < nnz

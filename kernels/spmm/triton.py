@@ -124,9 +124,9 @@ def sum_partials(csr_pieces: Any, partial: Tensor, out: Tensor, indptr: Tensor |
 
 @triton.jit
 def _sums_of_pieces(
-    out, partial, x, weight, argument, perm, indices, start, stop, target, count, num_rows, width,
-    WEIGHTED: tl.constexpr, CHOSEN: tl.constexpr, MEAN: tl.constexpr, SPLIT: tl.constexpr,
-    COMPUTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    out, partial, x, weight, argument, perm, indices, start, stop, target, count, num_rows,
+    width: tl.constexpr, WEIGHTED: tl.constexpr, CHOSEN: tl.constexpr, MEAN: tl.constexpr,
+    SPLIT: tl.constexpr, COMPUTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -164,8 +164,8 @@ def _sums_of_pieces(
 
 @triton.jit
 def _sums_of_partials(
-    out, partial, long_rows, first_slot, indptr, width, MEAN: tl.constexpr, COMPUTED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    out, partial, long_rows, first_slot, indptr, width: tl.constexpr, MEAN: tl.constexpr,
+    COMPUTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -184,8 +184,8 @@ def _sums_of_partials(
 @triton.jit
 def _extreme_of_pieces(
     out, out_argument, partial, partial_argument, x, indices, start, stop, target, count, num_rows,
-    width, SPLIT: tl.constexpr, LARGEST: tl.constexpr, COMPUTED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    width: tl.constexpr, SPLIT: tl.constexpr, LARGEST: tl.constexpr, COMPUTED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -218,7 +218,7 @@ def _extreme_of_pieces(
 
 @triton.jit
 def _extreme_of_partials(
-    out, out_argument, partial, partial_argument, long_rows, first_slot, width,
+    out, out_argument, partial, partial_argument, long_rows, first_slot, width: tl.constexpr,
     LARGEST: tl.constexpr, COMPUTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
