@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.scheduler import Cluster, Layout, Plan, StepCosts, even_cuts, make_plan, relayout
+from dtrain.scheduler import (
+    Cluster,
+    Layout,
+    Plan,
+    Policy,
+    StepCosts,
+    even_cuts,
+    make_plan,
+    relayout,
+)
 from dtrain.scheduler.bounds import least_load, least_staged_ticks, least_step_ticks
 from dtrain.scheduler.planner import team_sizes
 from dtrain.scheduler.predict import predict
@@ -42,6 +51,11 @@ def test_the_least_load_is_under_that_of_every_assignment(row: list[int], worker
         assert least_load(row, workers) == min(loads)
 
 
+def test_pieces_that_cannot_be_divided_are_known_as_such() -> None:
+    assert least_load([5, 5, 5], 2) == 10
+    assert least_load([4, 7, 1, 6, 5], 3) == 9
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 12), st.integers(0, 99))
 def test_no_plan_is_under_the_bounds(
@@ -67,6 +81,13 @@ def test_the_staged_bound_is_reached_where_microbatches_divide_evenly() -> None:
     layout = Layout(even_cuts(4, 4), 8)
     plan, costs = make_plan(layout, range(8), 1), StepCosts.even(layout)
     assert least_staged_ticks(costs, [2] * 4) == predict(plan, costs).makespan == (4 + 3) * 3
+
+
+def test_a_stage_waits_for_the_shortest_way_to_it() -> None:
+    layout = Layout((0, 1, 2), 2)
+    costs = StepCosts(((1, 9), (5, 5)), ((1, 1), (5, 5)))
+    plan = make_plan(layout, range(2), 1, costs, policy=Policy())
+    assert least_staged_ticks(costs, [1, 1]) == predict(plan, costs).makespan == 1 + 20 + 1
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(0, 300))

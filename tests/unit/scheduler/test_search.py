@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules
 
 from dtrain.scheduler import Action, Cluster, Layout, Policy, StepCosts, even_cuts, make_plan
 from dtrain.scheduler.predict import predict
-from dtrain.scheduler.recompute import recomputed
+from dtrain.scheduler.recompute import recomputed, stages_to_recompute
 from dtrain.scheduler.search import (
     BASELINE,
     Choice,
@@ -131,6 +131,16 @@ def test_recomputing_runs_the_forward_again_and_keeps_the_input() -> None:
     found = recomputed(costs, (False, True))
     assert found.backward == ((10,), (21,))
     assert found.kept_bytes == ((30,), (3,))
+
+
+def test_the_stage_that_keeps_most_is_computed_again_first() -> None:
+    layout = Layout((0, 1, 2), 2)
+    costs = StepCosts(((5,) * 2,) * 2, ((9,) * 2,) * 2, ((1,) * 2,) * 2, ((3,) * 2, (40,) * 2))
+    plan = make_plan(layout, range(1), 1, costs)
+    assert stages_to_recompute(plan, costs, {0: 90}) == (False, False)
+    assert stages_to_recompute(plan, costs, {0: 20}) == (False, True)
+    assert stages_to_recompute(plan, costs, {0: 1}) == (True, True)
+    assert stages_to_recompute(plan, costs, {0: 1}, "none") == (False, False)
 
 
 def test_the_order_is_searched_for_a_steps_sizes_without_moving_anything() -> None:
