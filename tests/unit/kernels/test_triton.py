@@ -17,11 +17,11 @@ FOLDER = Path(__file__).resolve().parent
 FILES = ("test_operators.py", "test_dropout.py", "test_gpu_kernels.py")
 HOST = (
     "not finite_differences and not number_of_threads and not other_devices and not share_mean "
-    "and not rows_around_them"
+    "and not rows_around_them and not strided and not views_with_gaps"
 )
 """All but what is too much for an interpreter, or what a GPU's implementation has no part in."""
 SOME = (
-    f"{HOST} and not many_vectors and not strided and not views_with_gaps and not star "
+    f"{HOST} and not many_vectors and not star "
     "and not random and not (equals_reference and 1-) and not (bfloat16 and not duplicates)"
 )
 """What takes the interpreter few seconds."""
