@@ -42,6 +42,8 @@ from dtrain.scheduler.costmodel import CostModel
 from dtrain.scheduler.membership import MembershipPolicy, Peer
 
 _STORE_CALL_S = 10.0
+_STORE_STAYS_S = 5.0
+"""For a membership to change, and for the workers of other nodes to be told to leave as well."""
 
 
 def trainer_main(spec: TrainerSpec, heartbeat: Heartbeat | None = None) -> None:
@@ -164,14 +166,26 @@ class _Life:
                     if done:
                         break
             around.transport.close()
-        except (LeftError, ShutdownError):
+        except ShutdownError:
             around.transport.close()
+            raise
+        except LeftError:
+            around.transport.close()
+            self._keep_store()
             raise
         except (EvictedError, StoreLostError) as error:
             self._event("worker_failed", str(error))
             raise
         finally:
             around.roster.stop()
+
+    def _keep_store(self) -> None:
+        """Leave no earlier than the others, who agree over this process's store, can do without."""
+        if self._spec.host_store:
+            self._around.heartbeat.phase(
+                "keeping the job's store", self._holdings.progress.step, waiting=True
+            )
+            time.sleep(_STORE_STAYS_S)
 
     def _generation(self, reason: str) -> tuple[bool, str]:
         """One generation; whether the run is done, and else why a new one is needed."""
