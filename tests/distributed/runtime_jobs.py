@@ -29,15 +29,31 @@ def _train(entry: str, spec: TrainerSpec, reports: Any) -> None:
 
 
 class Job:
-    """One attempt of a run: its trainers, and the store they meet in."""
+    """One attempt of a run: its trainers, and the store they meet in.
 
-    def __init__(self, config: Config, workers: int, run_dir: Path, entry: str = ENTRY) -> None:
+    With ``hosted`` worker 0 hosts the store, as where no torchrun agent does; else the test.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workers: int,
+        run_dir: Path,
+        entry: str = ENTRY,
+        *,
+        hosted: bool = False,
+    ) -> None:
         self.run_dir = run_dir
         self._entry = entry
         self._began_s = time.time()
         self._config = config
         self._workers = workers
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._hosted = hosted
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._port = self._store.port
+        if hosted:
+            # The port that the test's own has found free.
+            del self._store
         self._context = multiprocessing.get_context("forkserver")
         self.processes: list[Any] = [None] * workers
         self._reports: list[Any] = [None] * workers
@@ -56,8 +72,8 @@ class Job:
             node="test",
             domains=("test",),
             store_host="127.0.0.1",
-            store_port=self.store.port,
-            host_store=False,
+            store_port=self._port,
+            host_store=self._hosted and worker == 0,
             incarnation=uuid.uuid4().hex,
             supervisor_pid=os.getpid(),
             json_output=False,
@@ -179,8 +195,10 @@ class Trainers:
         self.entry = entry
         self._jobs: list[Job] = []
 
-    def start(self, raw: dict[str, Any], workers: int, run: str) -> Job:
-        job = Job(check_config(raw, "test"), workers, self.folder / run, self.entry)
+    def start(self, raw: dict[str, Any], workers: int, run: str, *, hosted: bool = False) -> Job:
+        """Start a job; ``hosted``: as of :class:`Job`."""
+        config = check_config(raw, "test")
+        job = Job(config, workers, self.folder / run, self.entry, hosted=hosted)
         self._jobs.append(job)
         return job
 

@@ -150,16 +150,20 @@ def test_churn(trainers: Trainers, raw: dict[str, Any], zero: int) -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("leaver", "hosted"),
+    [pytest.param(1, False, id="any"), pytest.param(0, True, id="who-hosts-the-store")],
+)
 def test_a_worker_that_is_told_to_leave_leaves_and_the_others_go_on(
-    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any], leaver: int, hosted: bool
 ) -> None:
-    job = trainers.start(raw, 3, "run")
+    job = trainers.start(raw, 3, "run", hosted=hosted)
     job.wait_for_step(8)
-    job.signal(signal.SIGTERM, 1)
+    job.signal(signal.SIGTERM, leaver)
     assert job.join() == [0] * 3
     reports = job.reports()
-    assert reports[1] is not None
-    assert reports[1]["kind"] == "left"
+    assert reports[leaver] is not None
+    assert reports[leaver]["kind"] == "left"
     record = assert_same(trainers, job, wanted)
     assert record["steps_replayed"] == 0
     assert record["workers"] == 2

@@ -26,12 +26,7 @@ SOME = (
 )
 """What takes the interpreter few seconds."""
 
-pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("DTRAIN_TEST_KERNELS", "cpu") != "cpu", reason="this starts such a process"
-    ),
-    pytest.mark.timeout(1800),
-]
+pytestmark = pytest.mark.timeout(1800)
 
 
 def _run(which: str) -> None:
