@@ -45,15 +45,6 @@ def induced_block(graph: Adjacency, begins: Ids, ends: Ids) -> tuple[Block, Ids]
 
 
 @numba.njit(nogil=True, cache=True)
-def _local(node: Any, begins: Any, ends: Any, bases: Any) -> Any:
-    """Position of ``node`` among the nodes of the ranges, or -1."""
-    k = np.searchsorted(begins, node, side="right") - 1
-    if k < 0 or node >= ends[k]:
-        return np.int64(-1)
-    return np.int64(bases[k] + node - begins[k])
-
-
-@numba.njit(nogil=True, cache=True)
 def _induce(
     graph_indptr: Any, graph_indices: Any, begins: Any, ends: Any, bases: Any
 ) -> tuple[Any, Any, Any, Any]:
@@ -73,10 +64,17 @@ def _induce(
             nodes[i] = v
             degrees[i] = graph_indptr[v + 1] - graph_indptr[v]
             for e in range(graph_indptr[v], graph_indptr[v + 1]):
-                at = _local(np.int64(graph_indices[e]), begins, ends, bases)
-                if at >= 0:
-                    columns[count] = at
-                    count += 1
+                node = np.int64(graph_indices[e])
+                # The last range that begins at or before it, or the first one.
+                at, left = 0, len(begins)
+                while left > 1:
+                    half = left // 2
+                    if begins[at + half] <= node:
+                        at += half
+                    left -= half
+                # Written always and counted if it is inside: no branch that no predictor learns.
+                columns[count] = bases[at] + node - begins[at]
+                count += np.int64((node >= begins[at]) & (node < ends[at]))
             indptr[i + 1] = count
             i += 1
     return indptr, columns[:count].copy(), nodes, degrees
