@@ -58,7 +58,7 @@ def _induce(
         most += graph_indptr[ends[k]] - graph_indptr[begins[k]]
     columns = np.empty(most, np.int64)
     i = 0
-    count = 0
+    count: Any = 0
     for k in range(len(begins)):
         for v in range(begins[k], ends[k]):
             nodes[i] = v
