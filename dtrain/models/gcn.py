@@ -42,8 +42,7 @@ class GcnLayer(nn.Module):
             h = propagate(block, self.linear(x))
         else:
             h = self.linear(propagate(block, x.to(self.bias.dtype)))
-        h = h + self.bias
-        return h if self.tail is None else self.tail(h, rows)
+        return h + self.bias if self.tail is None else self.tail(h, rows, self.bias)
 
 
 def propagate(block: Block, x: Tensor) -> Tensor:

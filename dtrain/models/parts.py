@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.config import ModelConfig
+from dtrain.kernels.bias_relu import bias_relu_
 from dtrain.kernels.csr import SparseRows
 from dtrain.kernels.sparse_linear import sparse_linear
 from dtrain.models.layer import State
@@ -31,11 +32,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Rows) -> Tensor:
         """``x``: float [N, in_features]; returns [N, out_features]."""
+        if self.bias is None:
+            return linear(x, self.weight)
         if isinstance(x, SparseRows):
-            product = sparse_linear(x, self.weight)
-            return product if self.bias is None else product + self.bias
-        x = x.to(self.weight.dtype)
-        return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
+            return sparse_linear(x, self.weight) + self.bias
+        return torch.addmm(self.bias, x.to(self.weight.dtype), self.weight)
 
 
 class Tail(nn.Module):
@@ -54,17 +55,28 @@ class Tail(nn.Module):
         if config.residual and in_features != out_features:
             self.project = Linear(in_features, out_features, bias=False)
 
-    def forward(self, h: Tensor, x: Rows) -> Tensor:
-        """``h``: float [num_dst, out_features]; ``x``: [at least num_dst, in_features]."""
-        if self.norm is not None:
-            h = self.norm(h)
-        h = self.activation(h)
+    def forward(self, h: Tensor, x: Rows, bias: Tensor | None = None) -> Tensor:
+        """``h``: float [num_dst, out_features]; ``x``: [at least num_dst, in_features].
+
+        ``bias``: [out_features], to be added to ``h`` first, which may then be written over, as
+        :func:`~dtrain.kernels.bias_relu.bias_relu_` says.
+        """
+        if bias is not None and self.norm is None and self.activation is F.relu:
+            h = bias_relu_(h, bias)
+        else:
+            h = h if bias is None else h + bias
+            h = self.activation(h if self.norm is None else self.norm(h))
         if not self.residual:
             return h
         own = head(x, h.shape[0])
         if self.project is not None:
             own = self.project(own)
         return h + dense(own).to(h.dtype)
+
+
+def linear(x: Rows, weight: Tensor) -> Tensor:
+    """``x @ weight``, dense input cast to the weight's type; returns [N, out_features]."""
+    return sparse_linear(x, weight) if isinstance(x, SparseRows) else x.to(weight.dtype) @ weight
 
 
 def rows_of(state: State) -> Rows:

@@ -3,15 +3,19 @@ NeurIPS 2017."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from dtrain.config import ModelConfig
 from dtrain.data.block import Block
-from dtrain.kernels.csr import SparseRows
 from dtrain.kernels.dropout import dropout
+from dtrain.kernels.own_mean import own_mean
 from dtrain.kernels.spmm import spmm_max, spmm_mean
 from dtrain.models.layer import LayerContext, State
-from dtrain.models.parts import Linear, Rows, Tail, dense, head, rows_of, widths
+from dtrain.models.parts import Linear, Rows, Tail, dense, head, linear, rows_of, widths
+
+_PRODUCTS = 16
+"""Multiplications of a dense product in the time in which a number is read or written."""
 
 
 class SageLayer(nn.Module):
@@ -44,21 +48,38 @@ class SageLayer(nn.Module):
         With the maximum, sparse rows are made dense: zeros take part in it.
         """
         rows = rows_of(state)
-        x = dropout(rows, self.p, ctx.subkey(0), ctx.training)
-        h: Tensor = self.own(head(x, block.num_dst)) + self._neighborhood(block, x)
-        return h if self.tail is None else self.tail(h, rows)
+        h, bias = self._combined(block, rows, ctx), self.own.bias
+        assert bias is not None
+        return h + bias if self.tail is None else self.tail(h, rows, bias)
 
-    def _neighborhood(self, block: Block, x: Rows) -> Tensor:
+    def _combined(self, block: Block, rows: Rows, ctx: LayerContext) -> Tensor:
+        """[num_dst, out_features], without the bias."""
+        own, neighbor = self.own.weight, self.neighbor.weight
+        key = ctx.subkey(0)
+        if isinstance(rows, Tensor) and self.aggregator == "mean" and self.mean_first(block):
+            # Own rows and means side by side are one product with the weights one below the other.
+            both = own_mean(block.csr, rows.to(own.dtype), self.p, key, ctx.training)
+            return both @ torch.cat([own, neighbor])
+        x = dropout(rows, self.p, key, ctx.training)
         if self.aggregator == "max":
-            values, _ = spmm_max(block.csr, dense(x).to(self.neighbor.weight.dtype))
-            pooled: Tensor = self.neighbor(values)
-            return pooled
-        # A mean commutes with the linear map, so it runs on the narrower side.
-        if isinstance(x, SparseRows) or self.out_features < self.in_features:
-            return spmm_mean(block.csr, self.neighbor(x))
-        mean = spmm_mean(block.csr, x.to(self.neighbor.weight.dtype))
-        projected: Tensor = self.neighbor(mean)
-        return projected
+            values, _ = spmm_max(block.csr, dense(x).to(neighbor.dtype))
+            pooled = values @ neighbor
+        else:
+            pooled = spmm_mean(block.csr, linear(x, neighbor))
+        return linear(head(x, block.num_dst), own) + pooled
+
+    def mean_first(self, block: Block) -> bool:
+        """Whether the mean runs before the linear map, with which it commutes, or after it.
+
+        By the numbers that each way reads, writes and multiplies: a sampled block has hardly more
+        edges than sources, so means of wide rows cost less than projecting all sources, while the
+        edges of a whole graph had better carry the narrower rows.
+        """
+        fan_in, fan_out = self.in_features, self.out_features
+        product = fan_in * fan_out / _PRODUCTS
+        first = block.nnz * fan_in + block.num_dst * product
+        after = block.nnz * fan_out + block.num_src * (fan_in + fan_out + product)
+        return first <= after
 
 
 def build(config: ModelConfig, in_features: int, num_classes: int) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from dtrain.kernels.dropout import dropout
 from dtrain.models.build import build_layers
 from dtrain.models.gcn import norm_weights
 from dtrain.models.layer import LayerContext, State
+from dtrain.models.sage import SageLayer
 
 CLASSES = 4
 EVALUATE = LayerContext(key=0, training=False)
@@ -203,6 +204,30 @@ def test_layers_as_segments_give_the_gradients_of_the_whole(
     assert all(g is not None for g in found)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_sage_takes_the_mean_first_or_last_with_one_result(
+    part: tuple[Block, Tensor], features: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, nodes = part
+    x = features[nodes].requires_grad_()
+    results = []
+    for first in (True, False):
+        monkeypatch.setattr(SageLayer, "mean_first", lambda *_, first=first: first)
+        layer = layers_of("sage mean", x.shape[1], dropout=0.4, norm="none", residual=False)[0]
+        out = layer(block, x, LayerContext(7, training=True))
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_sage_takes_the_mean_first_where_sources_are_hardly_shared() -> None:
+    layer = SageLayer(128, 10, 0.0)
+    degree = torch.zeros(9000, dtype=torch.int64)
+    sampled = torch.arange(1000, 9000)
+    assert layer.mean_first(Block(Csr(torch.arange(0, 8001, 8), sampled, 9000), degree))
+    whole = torch.arange(9000 * 15) % 9000
+    assert not layer.mean_first(Block(Csr(torch.arange(0, 9000 * 15 + 1, 15), whole, 9000), degree))
 
 
 @EACH

@@ -1,0 +1,228 @@
+"""Inner loops of own rows beside means: one row, all columns, dropout's mask drawn in passing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from dtrain.kernels.simd import (
+    I64,
+    EntryLoop,
+    VectorCode,
+    data_of,
+    intrinsic,
+    length_of,
+    over_columns,
+)
+
+_TILES = (8, 4, 2, 1)
+_MASKED_TILES = (4, 2, 1)  # draws take registers, too
+_AHEAD = 32  # entries between the request for a row and its use
+_GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+@intrinsic
+def forward_row(
+    typing: Any,
+    x: Any,
+    indices: Any,
+    out: Any,
+    start: Any,
+    stop: Any,
+    width: Any,
+    row: Any,
+    key: Any,
+    threshold: Any,
+    scale: Any,
+    dropped: Any,
+) -> Any:
+    """``out[row] = [y[row] | mean(y[indices[k]])]`` for entries k in [start, stop), flat arrays.
+
+    ``y`` is ``x``, of which with ``dropped`` (a literal) element ``i`` is scaled if
+    ``mix64(key, i) >= threshold`` and else zero.
+    """
+    signature = types.void(x, indices, out, *[types.int64] * 4, key, threshold, scale, dropped)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, indices, out = (
+            data_of(context, builder, signature.args[i], arguments[i]) for i in range(3)
+        )
+        start, stop, width, row, key, threshold, scale, _ = arguments[3:]
+        code = VectorCode(builder, signature.args[0].dtype)
+        mask = _Mask(code, key, threshold, scale) if dropped.literal_value else None
+        source = _Rows(code, x, width, mask)
+        ahead = _Ahead(
+            builder, indices, length_of(context, builder, signature.args[1], arguments[1])
+        )
+        divisor = code.splat(builder.sitofp(builder.sub(stop, start), code.scalar))
+        one = code.constant(1.0)
+        divisor = builder.select(builder.icmp_signed(">", stop, start), divisor, one)
+
+        def tile(column: Any, count: int, left: Any) -> None:
+            lanes = _lanes(code, count, left)
+            at = builder.add(builder.mul(row, builder.shl(width, I64(1))), column)
+            for i, value in enumerate(source.load(row, column, lanes)):
+                code.store(value, out, builder.add(at, I64(i * code.lanes)), lanes[i])
+            with EntryLoop(builder, start, stop, [code.constant(0.0)] * count) as loop:
+                source.request(ahead.of(loop.index), column, count)
+                column_of = builder.load(builder.gep(indices, [loop.index]))
+                values = source.load(column_of, column, lanes)
+                loop.carry([builder.fadd(a, b) for a, b in zip(loop.carried, values, strict=True)])
+            at = builder.add(at, width)
+            for i, total in enumerate(loop.carried):
+                mean = builder.fdiv(total, divisor)
+                code.store(mean, out, builder.add(at, I64(i * code.lanes)), lanes[i])
+
+        over_columns(code, width, tile, _MASKED_TILES if mask else _TILES)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def gradient_row(
+    typing: Any,
+    grad: Any,
+    rows: Any,
+    share: Any,
+    out: Any,
+    start: Any,
+    stop: Any,
+    width: Any,
+    column: Any,
+    own: Any,
+    key: Any,
+    threshold: Any,
+    scale: Any,
+    dropped: Any,
+) -> Any:
+    """The gradient of row ``column`` of the input, of that of the results in ``grad``.
+
+    ``own`` (bool): whether the row stands in a result itself. It has ``share[r]`` of the mean of
+    each row ``r = rows[k]`` with k in [start, stop). The mask as in :func:`forward_row`.
+    """
+    signature = types.void(
+        grad, rows, share, out, *[types.int64] * 4, types.boolean, key, threshold, scale, dropped
+    )
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        grad, rows, share, out = (
+            data_of(context, builder, signature.args[i], arguments[i]) for i in range(4)
+        )
+        start, stop, width, row, own, key, threshold, scale, _ = arguments[4:]
+        code = VectorCode(builder, signature.args[0].dtype)
+        mask = _Mask(code, key, threshold, scale) if dropped.literal_value else None
+        given = _Rows(code, grad, builder.shl(width, I64(1)), None)
+        ahead = _Ahead(builder, rows, length_of(context, builder, signature.args[1], arguments[1]))
+        # A row that stands in no result reads row 0, of which then nothing is taken.
+        place = builder.select(own, row, I64(0))
+        owned = code.splat(own)
+
+        def tile(first: Any, count: int, left: Any) -> None:
+            lanes = _lanes(code, count, left)
+            zero = code.constant(0.0)
+            initial = [
+                builder.select(owned, value, zero) for value in given.load(place, first, lanes)
+            ]
+            of_means = builder.add(width, first)
+            with EntryLoop(builder, start, stop, initial) as loop:
+                given.request(ahead.of(loop.index), of_means, count)
+                result = builder.load(builder.gep(rows, [loop.index]))
+                factor = code.splat(builder.load(builder.gep(share, [result])))
+                values = given.load(result, of_means, lanes)
+                loop.carry(
+                    [code.fma(factor, v, a) for a, v in zip(loop.carried, values, strict=True)]
+                )
+            at = builder.add(builder.mul(row, width), first)
+            for i, total in enumerate(loop.carried):
+                to = builder.add(at, I64(i * code.lanes))
+                if mask is not None:
+                    total = mask.apply(total, to)
+                code.store(total, out, to, lanes[i])
+
+        over_columns(code, width, tile, _TILES)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+class _Mask:
+    """Dropout of vectors of elements that follow each other."""
+
+    def __init__(self, code: VectorCode, key: Any, threshold: Any, scale: Any) -> None:
+        self._code, self._key = code, key
+        self._threshold, self._scale = code.splat(threshold), code.splat(scale)
+        numbers = [(lane * _GOLDEN) % 2**64 for lane in range(code.lanes)]
+        self._numbers = self._lanes(numbers)
+
+    def apply(self, values: Any, at: Any) -> Any:
+        """Elements ``at`` and following, scaled or zero; draws of ``mix64_jit``.
+
+        The product with the counter is the first element's and a constant for each lane.
+        """
+        builder, code = self._code.builder, self._code
+        following = builder.add(at, I64(1))
+        first = builder.add(self._key, builder.mul(following, I64(_GOLDEN)))
+        z = builder.add(code.splat(first), self._numbers)
+        for shift, factor in ((30, _M1), (27, _M2)):
+            z = builder.mul(self._mixed(z, shift), self._lanes([factor] * code.lanes))
+        kept = builder.icmp_unsigned(">=", self._mixed(z, 31), self._threshold)
+        scaled = builder.fmul(values, self._scale)
+        return builder.select(kept, scaled, code.constant(0.0))
+
+    def _mixed(self, z: Any, shift: int) -> Any:
+        builder = self._code.builder
+        return builder.xor(z, builder.lshr(z, self._lanes([shift] * self._code.lanes)))
+
+    def _lanes(self, values: list[int]) -> Any:
+        return ir.Constant(ir.VectorType(I64, self._code.lanes), values)
+
+
+class _Rows:
+    """Rows of a flat matrix of ``stride`` elements a row, dropped where there is a mask."""
+
+    def __init__(self, code: VectorCode, data: Any, stride: Any, mask: _Mask | None) -> None:
+        self._code, self._data, self._stride, self._mask = code, data, stride, mask
+
+    def load(self, row: Any, column: Any, lanes: list[Any]) -> list[Any]:
+        """The vectors of a tile that begins at ``column``."""
+        builder, code = self._code.builder, self._code
+        begin = self._place(row, column)
+        values = []
+        for i, live in enumerate(lanes):
+            at = builder.add(begin, I64(i * code.lanes))
+            value = code.load(self._data, at, live)
+            values.append(value if self._mask is None else self._mask.apply(value, at))
+        return values
+
+    def request(self, row: Any, column: Any, count: int) -> None:
+        """Ask for the cache lines of a tile."""
+        begin = self._place(row, column)
+        for i in range(0, count, 2 if self._code.narrow else 1):
+            self._code.prefetch(
+                self._data, self._code.builder.add(begin, I64(i * self._code.lanes))
+            )
+
+    def _place(self, row: Any, column: Any) -> Any:
+        return self._code.builder.add(self._code.builder.mul(row, self._stride), column)
+
+
+class _Ahead:
+    """The row that an entry some way ahead names, the last one's near the end."""
+
+    def __init__(self, builder: Any, indices: Any, nnz: Any) -> None:
+        self._builder, self._indices = builder, indices
+        self._last = builder.sub(nnz, I64(1))
+
+    def of(self, entry: Any) -> Any:
+        builder = self._builder
+        later = builder.add(entry, I64(_AHEAD))
+        later = builder.select(builder.icmp_signed("<", later, self._last), later, self._last)
+        return builder.load(builder.gep(self._indices, [later]))
+
+
+def _lanes(code: VectorCode, count: int, left: Any) -> list[Any]:
+    """For every vector of a tile the mask of its lanes; None where all exist."""
+    return [None] * (count - 1) + [code.first_lanes(left)]
