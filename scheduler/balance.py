@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dtrain.scheduler.bounds import least_step_ticks
 from dtrain.scheduler.costs import TICKS_PER_S, UNIFORM, Cluster, StepCosts
 from dtrain.scheduler.fit import median
 from dtrain.scheduler.plan import Plan, Table
@@ -62,7 +63,8 @@ class BalancePolicy:
     ``looks``: how many looks in a row must find so; for moves that save less than ``much``, twice
     as many after each of them, up to ``most_looks``. ``deadband``: a slowness within so much of 1
     counts as 1. ``most``: slowness that counts at most. ``search``: look for a better order too,
-    which may keep more microbatches in flight than the layout's schedule does.
+    which may keep more microbatches in flight than the layout's schedule does. ``most_rest``: looks
+    to leave out at most, twice as many after each search in vain for speeds that are alike.
     """
 
     every: int = 4
@@ -73,6 +75,7 @@ class BalancePolicy:
     deadband: float = 0.25
     most: float = 20.0
     search: bool = True
+    most_rest: int = 32
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,9 @@ class Balancer:
     _streak: int = 0
     _settled: bool = False
     _patience: int = 1
+    _in_vain: dict[int, float] | None = None
+    _rest: int = 0
+    _resting: int = 0
 
     def observe(self, plan: Plan, times: StepTimes, cluster: Cluster = UNIFORM) -> Move | None:
         """Take in a step, and say what to change after it, if anything.
@@ -119,11 +125,18 @@ class Balancer:
             # since then.
             self._streak = 0
             return None
+        if self._resting and self._alike(slowness):
+            self._resting -= 1
+            return None
         move = self._better(plan, costs, replace(cluster, slowness=slowness), cluster)
         if move is None:
             self._streak, self._settled = 0, True
+            longer = min(2 * self._rest + 1, self.policy.most_rest)
+            self._rest = self._resting = longer if self._alike(slowness) else 1
+            self._in_vain = slowness
             return None
         self._streak += 1
+        self._rest = self._resting = 0
         policy = self.policy
         small = move.gain < policy.much
         if self._streak < min(policy.looks * (self._patience if small else 1), policy.most_looks):
@@ -137,14 +150,22 @@ class Balancer:
         """Work is measured in another unit from now on."""
         self._window.clear()
 
+    def _alike(self, slowness: Mapping[int, float]) -> bool:
+        """Whether no worker's speed has changed much since the last search, which was in vain."""
+        then, much = self._in_vain, 1.0 + self.policy.deadband
+        if then is None:
+            return False
+        both = {*slowness, *then}
+        pairs = [sorted((slowness.get(w, 1.0), then.get(w, 1.0))) for w in both]
+        return all(large <= much * small for small, large in pairs)
+
     def _better(self, plan: Plan, costs: StepCosts, wanted: Cluster, known: Cluster) -> Move | None:
         now = predict(plan, costs, wanted).step_ticks
         # Who has recovered gets its load back even where the step gains nothing by it: what was
         # moved away may matter at the next step's sizes.
         recovered = any(f > 1.0 and w not in wanted.slowness for w, f in known.slowness.items())
         most = (1.0 + _SLACK if recovered else 1.0 - self.policy.gain) * now
-        even = sum(map(sum, costs.work())) / sum(1.0 / wanted.slow(w) for w in plan.workers)
-        if even > most:
+        if least_step_ticks(costs, plan.workers, wanted) > most:
             return None
         if self.policy.search:
             choice = choose_balance(plan, costs, wanted)

@@ -26,6 +26,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from dtrain.environment import default_variable
 from dtrain.errors import PeerLostError
 from dtrain.runtime.fault import FaultFlag
+from dtrain.runtime.mesh import MOST_BYTES, MOST_MEMBERS, Mesh
 
 Group = dist.ProcessGroup
 MAX = dist.ReduceOp.MAX
@@ -53,13 +54,15 @@ class Communicator:
         timeout_s: float,
         *,
         own_group: Group,
+        host: str,
         loopback: bool,
         foreign: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Build the groups; every member does so at the same time.
 
         ``own_group``: what :func:`lone_group` made, for all generations of this worker, since
-        engines of old ones may hold on to it. ``loopback``: all members are on this host.
+        engines of old ones may hold on to it. ``host``: this worker's address. ``loopback``: all
+        members are on this host.
         ``foreign``: descriptors of sockets that are not the groups', whenever they were opened.
 
         Raises:
@@ -75,6 +78,7 @@ class Communicator:
         self._before = _open_sockets()
         self._sockets: dict[int, int] | None = None
         self._groups: dict[str, Group] = {}
+        self._mesh: Mesh | None = None
         self._members = {id(own_group): [worker]}
         self._parked: list[object] = []
         self._under_way: set[Reduction] = set()
@@ -83,15 +87,15 @@ class Communicator:
             default_variable("GLOO_SOCKET_IFNAME", "lo")
         try:
             # A member that died meanwhile keeps the others in native code until a time-out.
-            self.run_aside(lambda: self._build(store, stage_holders), "building groups")
-        except (RuntimeError, ValueError) as error:
+            self.run_aside(lambda: self._build(store, stage_holders, host), "building groups")
+        except (OSError, RuntimeError, ValueError) as error:
             self.abandon()
             raise PeerLostError(f"groups could not be built: {first_line(error)}") from error
         except PeerLostError:
             self.abandon()
             raise
 
-    def _build(self, store: Store, stage_holders: Sequence[Sequence[int]]) -> None:
+    def _build(self, store: Store, stage_holders: Sequence[Sequence[int]], host: str) -> None:
         wanted: list[tuple[str, Sequence[int], Store]] = [
             ("all", self._workers, store),
             ("checkpoint", self._workers, store),
@@ -109,6 +113,13 @@ class Communicator:
             group = _new_group(rank, len(members), prefixed, self.timeout_s)
             self._groups[name] = group
             self._members[id(group)] = members
+        if 1 < len(self._workers) <= MOST_MEMBERS:
+            self.fault.check()
+            mesh = Mesh(self.worker, self._workers, host, store, _FORM_S)
+            if self._released:
+                mesh.close()
+            else:
+                self._mesh = mesh
         self._sockets = _since(self._before)
 
     def _group(self, name: str) -> Group:
@@ -156,8 +167,54 @@ class Communicator:
         group = self.all_group if group is None else group
         if group.size() == 1:
             return tensor
-        self.wait(self._start(tensor, op, group), "all-reduce", tensor)
-        return tensor
+        if op not in (SUM, MAX) or not self._by_mesh(tensor, group):
+            self.wait(self._start(tensor, op, group), "all-reduce", tensor)
+            return tensor
+        parts = [part.view(tensor.shape) for part in self._exchanged(tensor, group)]
+        # In the same order everywhere: the same bits.
+        total = parts[0].clone()
+        for part in parts[1:]:
+            if op == SUM:
+                total += part
+            else:
+                torch.maximum(total, part, out=total)
+        return tensor.copy_(total)
+
+    def gathers(self, group: Group, device: torch.device) -> bool:
+        """Whether :meth:`gather` serves a group's tensors on ``device``; the same on all."""
+        return group.size() == 1 or (self._mesh is not None and device.type == "cpu")
+
+    def gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
+        """Everybody's tensors, alike but for the first dimension, in the order of workers.
+
+        Their bytes are at most :data:`dtrain.runtime.mesh.MOST_BYTES` each.
+
+        Raises:
+            PeerLostError: a member is gone, or a fault was noticed.
+        """
+        if group.size() == 1:
+            return [tensor]
+        rest = tensor.shape[1:]
+        return [
+            part.view(len(part) // rest.numel(), *rest) for part in self._exchanged(tensor, group)
+        ]
+
+    def _by_mesh(self, tensor: Tensor, group: Group) -> bool:
+        # Saves have threads of their own.
+        apart = "checkpoint" in self._groups and group is self._groups["checkpoint"]
+        small = tensor.nbytes <= MOST_BYTES and tensor.device.type == "cpu"
+        return self._mesh is not None and small and not apart
+
+    def _exchanged(self, tensor: Tensor, group: Group) -> list[Tensor]:
+        """What each member of a group gave, flat."""
+        assert self._mesh is not None
+        self.fault.check()
+        raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        came = self._mesh.exchange(raw, self._members[id(group)], self.fault, self.timeout_s)
+        return [
+            torch.frombuffer(part, dtype=tensor.dtype) if len(part) else tensor.new_empty(0)
+            for part in came
+        ]
 
     def begin_all_reduce(self, tensor: Tensor, group: Group) -> Reduction:
         """Begin to sum over ``group`` in place; nobody may touch ``tensor`` until it is done.
@@ -249,6 +306,8 @@ class Communicator:
 
     def _let_go(self) -> None:
         self._released = True
+        if self._mesh is not None:
+            self._mesh.close()
         doomed: list[object] = [self._parked, self._under_way, self._groups]
         self._parked, self._under_way, self._groups = [], set(), {}
 

@@ -1,9 +1,10 @@
 """The engine of one stage: DeepSpeed's optimizer, ZeRO, precision and learning-rate schedule.
 
-The exact gradient sum is computed outside and is the same on every holder. It enters DeepSpeed
-through a surrogate loss ``sum(p * g)`` with constant ``g``, whose gradient is ``g`` to the bit.
-With ZeRO the lowest holder contributes ``g`` and the others zeros, to a *sum* over the holders:
-adding zeros is exact, so every shard receives ``g``.
+The exact gradient sum is computed outside and is the same on every holder. Where DeepSpeed updates
+the parameters themselves it is given as their gradient. Where it keeps other copies of them, of
+shards or in float32, the sum enters through a surrogate loss ``sum(p * g)`` with constant ``g``,
+whose gradient is ``g`` to the bit. With ZeRO the lowest holder contributes ``g`` and the others
+zeros, to a *sum* over the holders: adding zeros is exact, so every shard receives ``g``.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ class StageEngine:
         self._comm, self._group = comm, group
         self._contributes = contributes or not sharded
         self._clip = float(config.get("gradient_clipping") or 0.0)
+        self._plain = False
         if self.names:
             topology = StageTopology(comm, group)
             with building_engine(backend, topology), refusals_told():
@@ -139,6 +141,8 @@ class StageEngine:
                     mpu=topology,
                     dist_init_required=False,
                 )
+            # Otherwise it is wrapped, by what keeps shards or float32 copies.
+            self._plain = self._engine.optimizer is self._engine.basic_optimizer
 
     def release(self) -> None:
         """Let go of DeepSpeed's engine, when another has its place.
@@ -198,11 +202,15 @@ class StageEngine:
             scale = min(1.0, self._clip / (norm + 1e-6))
         loss = torch.zeros((), device=grads[0].device)
         for parameter, grad in zip(self.parameters, grads, strict=True):
-            constant = grad * scale if scale != 1.0 else grad
+            constant = (grad * scale if scale != 1.0 else grad).to(parameter.dtype)
+            if self._plain:
+                parameter.grad = constant
+                continue
             if not self._contributes:
                 constant = torch.zeros_like(constant)
-            loss = loss + (parameter * constant.to(parameter.dtype)).sum()
-        self._engine.backward(loss)
+            loss = loss + (parameter * constant).sum()
+        if not self._plain:
+            self._engine.backward(loss)
         self._engine.step()
 
     def weights(self) -> dict[str, Tensor]:

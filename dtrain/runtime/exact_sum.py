@@ -5,11 +5,14 @@ Every microbatch's gradient of a parameter tensor is rounded to a multiple of on
 Then every partial sum of at most M terms is a multiple of ``q`` below ``2**53 q``, hence exact in
 float64, and addition becomes associative. The rounding error of a term is at most ``q / 2``, that
 is ``2**-53 * M`` of the largest entry: far under float32's own ``2**-24``.
+
+Holders exchange either what they computed, in one round, or the largest entries and then the sums,
+in two. One round is less where the gradients are small, since to wait for each other takes longer
+than to add; the terms are the same, and so is the result.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,6 +23,12 @@ from dtrain.errors import DtrainError
 
 Reduce = Callable[[Tensor], Tensor]
 """An in-place all-reduce over a stage's holders (MAX or SUM) that returns its argument."""
+
+Gather = Callable[[Tensor], Sequence[Tensor]]
+"""Every holder's tensor, alike but for the first dimension."""
+
+GATHERED_BYTES = 1 << 20
+"""Gradients of all microbatches together that are exchanged in one round."""
 
 
 class NonFiniteGradientError(DtrainError):
@@ -33,13 +42,15 @@ def exact_sum(
     num_microbatches: int,
     reduce_max: Reduce,
     reduce_sum: Reduce,
+    gather: Gather | None = None,
 ) -> list[Tensor]:
     """Sum the gradients of a stage over all microbatches and holders.
 
     ``grads[m][i]``: gradient of ``parameters[i]`` (its shape, any float dtype) from microbatch
-    ``m`` as computed here; None where the parameter was not used. A holder that computed nothing
-    passes an empty mapping and still takes part. Returns float32 tensors shaped as the parameters,
-    bit-identical on every holder.
+    ``m`` as computed here; None where the parameter was not used, or somebody else computed it. A
+    holder that computed nothing passes an empty mapping and still takes part. ``gather``: for
+    gradients of at most :data:`GATHERED_BYTES`; all holders have one or none has. Returns float32
+    tensors shaped as the parameters, bit-identical on every holder and with ``gather`` or without.
 
     Raises:
         NonFiniteGradientError: some holder's gradient is not finite (raised on every holder).
@@ -47,15 +58,15 @@ def exact_sum(
     sizes = [p.numel() for p in parameters]
     device = parameters[0].device
     total = sum(sizes)
-    rows = [_flat(grads[m], sizes, device) for m in sorted(grads)]
-    local = torch.stack(rows) if rows else torch.zeros(0, total, dtype=torch.float32, device=device)
-    maxabs = torch.zeros(len(sizes), dtype=torch.float64, device=device)
-    for i, part in enumerate(_columns(local, sizes)):
-        if part.numel():
-            # A NaN would get lost in an all-reduce MAX; infinity does not.
-            largest = part.abs().amax().double()
-            maxabs[i] = torch.where(torch.isfinite(largest), largest, math.inf)
-    maxabs = reduce_max(maxabs)
+    rows = [_flat(of, sizes, device) for _, of in sorted(grads.items())]
+    local = torch.stack(rows) if rows else torch.zeros(0, total, device=device)
+    if 4 * num_microbatches * total > GATHERED_BYTES:
+        gather = None
+    if gather is not None:
+        local = torch.cat(list(gather(local)))
+    maxabs = _largest(local, sizes)
+    if gather is None:
+        maxabs = reduce_max(maxabs)
     largest_of = maxabs.tolist()
     for name, largest in zip(names, largest_of, strict=True):
         if not math.isfinite(largest):
@@ -64,15 +75,35 @@ def exact_sum(
                 "lower the learning rate or check the features"
             )
     steps = [quantum(largest, num_microbatches) for largest in largest_of]
-    acc = torch.zeros(total, dtype=torch.float64, device=device)
-    for part, out, q in zip(_columns(local, sizes), _columns(acc, sizes), steps, strict=True):
-        for row in part:
-            out += (row.double() / q).round_()
-    acc = reduce_sum(acc)
-    result = []
-    for part, q, parameter in zip(_columns(acc, sizes), steps, parameters, strict=True):
-        result.append((part * q).float().reshape(parameter.shape))
-    return result
+    # Powers of two: to multiply by them, or by their inverses, is exact.
+    step = torch.repeat_interleave(
+        torch.tensor(steps, dtype=torch.float64, device=device),
+        torch.tensor(sizes, device=device),
+        output_size=total,
+    )
+    if gather is not None:
+        acc = local.double().div_(step).round_().sum(0)
+    else:
+        acc = torch.zeros(total, dtype=torch.float64, device=device)
+        for row in local:
+            acc += row.double().div_(step).round_()
+        acc = reduce_sum(acc)
+    flat = acc.mul_(step).float()
+    return [
+        part.reshape(parameter.shape)
+        for part, parameter in zip(torch.split(flat, sizes), parameters, strict=True)
+    ]
+
+
+def _largest(local: Tensor, sizes: Sequence[int]) -> Tensor:
+    """float64 [tensors]: each tensor's largest absolute entry, infinity where one is none."""
+    if not len(local):
+        return torch.zeros(len(sizes), dtype=torch.float64, device=local.device)
+    parts = torch.split(local.abs().amax(0), list(sizes))
+    zero = local.new_zeros(())
+    largest = torch.stack([part.amax() if part.numel() else zero for part in parts]).double()
+    # A NaN would get lost in an all-reduce MAX; infinity does not.
+    return torch.where(torch.isfinite(largest), largest, math.inf)
 
 
 def quantum(maxabs: float, num_microbatches: int) -> float:
@@ -81,12 +112,6 @@ def quantum(maxabs: float, num_microbatches: int) -> float:
         return 1.0
     _, exponent = math.frexp(maxabs)
     return math.ldexp(1.0, exponent + (num_microbatches - 1).bit_length() - 52)
-
-
-def _columns(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The last dimension's parts of the given sizes, as views."""
-    ends = list(itertools.accumulate(sizes))
-    return [flat[..., end - n : end] for n, end in zip(sizes, ends, strict=True)]
 
 
 def _flat(grads: Sequence[Tensor | None], sizes: Sequence[int], device: torch.device) -> Tensor:

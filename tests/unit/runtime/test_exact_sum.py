@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -24,42 +28,55 @@ def gradients(seed: int, microbatches: int) -> dict[int, list[Tensor | None]]:
     return out
 
 
+class Exchange:
+    """In-place reductions of as many threads as there are holders."""
+
+    def __init__(self, holders: int) -> None:
+        self.given: list[Tensor] = []
+        self.rounds = 0
+        self._barrier = threading.Barrier(holders)
+        self._lock = threading.Lock()
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        with self._lock:
+            self.given.append(tensor.clone())
+        self._barrier.wait()
+        found = list(self.given)
+        if self._barrier.wait() == 0:
+            self.given.clear()
+            self.rounds += 1
+        self._barrier.wait()
+        return found
+
+    def reduce(self, tensor: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
+        return tensor.copy_(combine(torch.stack(self.gather(tensor))))
+
+
 def summed(
-    grads: dict[int, list[Tensor | None]], owners: list[int], microbatches: int
-) -> list[list[Tensor]]:
-    """Run the sum as the holders named in ``owners`` would, with reductions over lists."""
+    grads: dict[int, list[Tensor | None]],
+    owners: list[int],
+    microbatches: int,
+    *,
+    one_round: bool = True,
+) -> tuple[list[list[Tensor]], int]:
+    """What the holders named in ``owners`` find, each in a thread, and in how many rounds."""
     parameters = [torch.zeros(s) for s in SHAPES]
     holders = sorted(set(owners))
-    shares = [{m: grads[m] for m in grads if owners[m] == h} for h in holders]
-    partial_max: list[Tensor] = []
-    partial_sum: list[Tensor] = []
+    exchange = Exchange(len(holders))
 
-    def probe(share: dict[int, list[Tensor | None]], record_max: Tensor | None) -> None:
-        def take_max(t: Tensor) -> Tensor:
-            if record_max is None:
-                partial_max.append(t.clone())
-                return t
-            return record_max.clone()
+    def find(holder: int) -> list[Tensor]:
+        return exact_sum(
+            {m: grads[m] for m in grads if owners[m] == holder},
+            parameters,
+            NAMES,
+            microbatches,
+            lambda t: exchange.reduce(t, lambda all_of: all_of.amax(0)),
+            lambda t: exchange.reduce(t, lambda all_of: all_of.sum(0)),
+            exchange.gather if one_round else None,
+        )
 
-        def take_sum(t: Tensor) -> Tensor:
-            partial_sum.append(t.clone())
-            return t
-
-        exact_sum(share, parameters, NAMES, microbatches, take_max, take_sum)
-
-    for share in shares:
-        probe(share, None)
-    largest = torch.stack(partial_max).amax(0)
-    partial_sum.clear()
-    for share in shares:
-        probe(share, largest)
-    total = partial_sum[0].clone()
-    for part in partial_sum[1:]:
-        total += part
-    return [
-        exact_sum(s, parameters, NAMES, microbatches, lambda _: largest.clone(), lambda _: total)
-        for s in shares
-    ]
+    with ThreadPoolExecutor(len(holders)) as pool:
+        return list(pool.map(find, holders)), exchange.rounds
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,12 +85,15 @@ def test_any_split_over_holders_gives_the_same_bits(
     seed: int, microbatches: int, random: object
 ) -> None:
     grads = gradients(seed, microbatches)
-    alone = summed(grads, [0] * microbatches, microbatches)[0]
+    (alone,), _ = summed(grads, [0] * microbatches, microbatches)
     owners = [random.randrange(4) for _ in range(microbatches)]  # type: ignore[attr-defined]
-    for result in summed(grads, owners, microbatches):
-        for a, b in zip(alone, result, strict=True):
-            assert torch.equal(a, b)
-            assert a.dtype == torch.float32
+    for one_round in (True, False):
+        found, took = summed(grads, owners, microbatches, one_round=one_round)
+        assert took == (1 if one_round else 2)
+        for result in found:
+            for a, b in zip(alone, result, strict=True):
+                assert torch.equal(a, b)
+                assert a.dtype == torch.float32
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -81,7 +101,7 @@ def test_error_is_at_most_that_of_a_float32_sum(seed: int) -> None:
     microbatches = 8
     generator = torch.Generator().manual_seed(seed)
     grads = {m: [torch.randn(s, generator=generator) for s in SHAPES] for m in range(microbatches)}
-    result = summed(grads, [0] * microbatches, microbatches)[0]
+    (result,), _ = summed(grads, [0] * microbatches, microbatches)
     for i, got in enumerate(result):
         true = np.sum([grads[m][i].numpy().astype(np.longdouble) for m in grads], axis=0)
         plain = grads[0][i].clone()
@@ -111,8 +131,9 @@ def test_a_gradient_that_is_not_finite_is_named(bad: float) -> None:
     broken[3] = bad
     grads[1] = [torch.zeros(3, 5), broken, torch.ones(())]
     parameters = [torch.zeros(s) for s in SHAPES]
-    with pytest.raises(NonFiniteGradientError, match="gradient of b: expected finite"):
-        exact_sum(grads, parameters, NAMES, 2, lambda t: t, lambda t: t)
+    for gather in (None, lambda t: [t]):
+        with pytest.raises(NonFiniteGradientError, match="gradient of b: expected finite"):
+            exact_sum(grads, parameters, NAMES, 2, lambda t: t, lambda t: t, gather)
 
 
 @given(st.floats(1.0, 2.0, exclude_max=True), st.integers(-149, 127), st.integers(1, 5000))

@@ -11,7 +11,7 @@ import pytest
 from dtrain.scheduler import Cluster, Layout, Plan, StepCosts, even_cuts, make_plan
 from dtrain.scheduler.balance import BalancePolicy, Balancer, StepTimes, fitted, times_on
 from dtrain.scheduler.predict import predict
-from dtrain.scheduler.search import choose_plan
+from dtrain.scheduler.search import Choice, choose_balance, choose_plan
 
 GRID = Layout(even_cuts(4, 4), 32)
 SLOW = Cluster(slowness={5: 3.0})
@@ -88,6 +88,34 @@ def test_a_plan_made_before_anything_was_measured_is_made_again_once() -> None:
         job.step(Cluster())
     assert job.took[-1] < 0.8 * job.took[0]
     assert len(job.moves) == 1
+
+
+def test_a_search_in_vain_is_repeated_ever_more_seldom_until_a_speed_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searches = 0
+
+    def counted(*arguments: object) -> Choice:
+        nonlocal searches
+        searches += 1
+        return choose_balance(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("dtrain.scheduler.balance.choose_balance", counted)
+    # Each worker has one of two microbatches, which nobody can do better.
+    plan = make_plan(Layout(even_cuts(4, 1), 2), range(2), 1)
+    balancer, cluster = Balancer(), Cluster(slowness={1: 1.1})
+    even = StepCosts(((1000, 1000),), ((2000, 2000),))
+
+    def steps(count: int, slowness: float) -> None:
+        for _ in range(count):
+            real = times_on(plan, even, Cluster(slowness={1: slowness}))
+            assert balancer.observe(plan, real, cluster) is None
+
+    steps(400, 1.5)
+    assert 4 <= searches <= 8
+    before = searches
+    steps(4, 1.9)
+    assert searches == before + 1
 
 
 def test_without_search_the_schedule_stays() -> None:
