@@ -99,6 +99,11 @@ def failure_domains(hostname: str, environ: Mapping[str, str] = os.environ) -> t
     return (*(part for part in outer.split("/") if part), hostname)
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 def grace_s(environ: Mapping[str, str] = os.environ) -> float:
     """Seconds that a trainer has to leave after SIGTERM (``DTRAIN_GRACE_S``, default 25).
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import platform
 import shutil
 from typing import Annotated, Any
 
 import typer
+
+from dtrain.environment import usable_cores
 
 EXTRAS = {
     "pyg": ("torch_geometric", "PyG datasets and convolutions as layers"),
@@ -74,7 +75,7 @@ def environment_report() -> dict[str, Any]:
     return {
         "versions": versions(),
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "usable_cores": len(os.sched_getaffinity(0))},
+        "cpu": {"model": _cpu_model(), "usable_cores": usable_cores()},
         "devices": devices,
         "cuda": torch.version.cuda,
         "kernels": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +19,7 @@ from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.inputs import MicrobatchInputs
 from dtrain.runtime.recorder import ActionRecorder
 from dtrain.runtime.transport import KIND_ACTIVATION, KIND_GRADIENT, Key, Transport
+from dtrain.runtime.turns import CoreTurns
 from dtrain.scheduler import Action, Plan
 from dtrain.scheduler.costmodel import CostModel
 from dtrain.scheduler.membership import Peer
@@ -50,11 +52,13 @@ class Attempt:
     """The actions of ``plan`` on ``worker`` for one step.
 
     ``number``: 0, and more for further computations of the step. ``digested``: the microbatches of
-    which to take digests. Afterwards ``grads[stage][m]`` are the microbatches' gradients (as
-    :class:`StageCompute` has them), ``losses[m]`` their losses on the last stage's executors,
-    ``sums[action]`` a tensor each that is not finite where the action's rows are not,
-    ``digests[action]`` those of the rows of digested ones, ``seconds[action]`` what it took, and
-    ``work[stage, m]`` what forward and backward would take on a reference.
+    which to take digests. ``turns``: those with the thread that samples ahead.
+
+    Afterwards ``grads[stage][m]`` are the microbatches' gradients (as :class:`StageCompute` has
+    them), ``losses[m]`` their losses on the last stage's executors, ``sums[action]`` a tensor each
+    that is not finite where the action's rows are not, ``digests[action]`` those of the rows of
+    digested ones, ``seconds[action]`` what it took, and ``work[stage, m]`` what forward and
+    backward would take on a reference.
     """
 
     plan: Plan
@@ -65,6 +69,7 @@ class Attempt:
     step: int
     number: int = 0
     digested: Collection[int] = ()
+    turns: CoreTurns = field(default_factory=lambda: CoreTurns(scarce=False))
     grads: dict[int, dict[int, list[Tensor | None]]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     sums: dict[Action, list[Tensor]] = field(default_factory=dict)
@@ -91,6 +96,14 @@ class Attempt:
         ]
         for action in actions:
             self._uses_left[action.microbatch] = self._uses_left.get(action.microbatch, 0) + 1
+        with self.turns.computing():
+            self._run_actions(actions, seeds, take)
+        for stage, compute in self.computes.items():
+            self.grads[stage] = dict(compute.grads)
+            self.losses |= compute.losses
+        self._reach_sum()
+
+    def _run_actions(self, actions: Sequence[Action], seeds: int, take: Take) -> None:
         for action in actions:
             microbatch = action.microbatch
             if microbatch not in self._inputs:
@@ -104,10 +117,6 @@ class Attempt:
             self._uses_left[microbatch] -= 1
             if not self._uses_left[microbatch]:
                 del self._inputs[microbatch]
-        for stage, compute in self.computes.items():
-            self.grads[stage] = dict(compute.grads)
-            self.losses |= compute.losses
-        self._reach_sum()
 
     def _reach_sum(self) -> None:
         for stage in sorted(self.grads):
@@ -191,7 +200,9 @@ class Attempt:
             return self._handoff.pop(key)
         self._phase(f"receive stage {key.stage} microbatch {key.microbatch}", waiting=True)
         self.links.injector.reach("receive", self.step, stage=key.stage, microbatch=key.microbatch)
-        rows = self.links.transport.receive(key, self.links.comm.timeout_s)
+        there = self.links.transport.has(key)
+        with contextlib.nullcontext() if there else self.turns.waiting():
+            rows = self.links.transport.receive(key, self.links.comm.timeout_s)
         if self.links.injector.spoils:
             self.links.injector.reach(
                 "receive",

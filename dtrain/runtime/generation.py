@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtrain.checkpoint import CheckpointInfo
+from dtrain.data.location import locate
 from dtrain.deepspeed_options import zero_stage
+from dtrain.environment import usable_cores
 from dtrain.errors import DtrainError, PeerLostError
 from dtrain.faults.injector import Injector
 from dtrain.planning import balance_policy, recomputing
@@ -31,6 +33,7 @@ from dtrain.runtime.state import Checkpoints, Progress, StageState, pack_json, u
 from dtrain.runtime.store_log import StoreLog
 from dtrain.runtime.transaction import StepTransaction
 from dtrain.runtime.transport import KIND_NOTE, KIND_STATE, Key, Transport
+from dtrain.runtime.turns import CoreTurns, cores_are_scarce
 from dtrain.scheduler import Plan
 from dtrain.scheduler.balance import Move
 from dtrain.scheduler.costmodel import CostModel
@@ -504,16 +507,26 @@ class Generation:
         self.cluster = replace(self.cluster, slowness=move.slowness)
         self._work_by(move.plan)
 
-    def _fetcher(self, plan: Plan) -> InputFetcher:
+    def _fetcher(self, plan: Plan, between: Callable[[], None] = lambda: None) -> InputFetcher:
         job = self.around.job
         me = self.around.me.worker
-        return InputFetcher(job.source, job.store, plan, me, job.device, job.features)
+        return InputFetcher(job.source, job.store, plan, me, job.device, job.features, between)
 
     def prefetcher(self, former: Prefetcher | None = None) -> Prefetcher:
         """Inputs of all steps from the current one on; ``former``: an ended one, to be followed."""
-        job, fetcher = self.around.job, self._fetcher(self.plan)
+        job, turns = self.around.job, self._turns()
+        fetcher = self._fetcher(self.plan, turns.give_way)
         if former is not None:
             fetcher.take_over(former.fetcher)
         steps = range(self.holdings.progress.step, job.total_steps)
         ahead = job.budget.ahead(self.plan, self.around.me.worker)
-        return Prefetcher(fetcher, job.source, steps, ahead, self.fault, self._timeout_s)
+        return Prefetcher(fetcher, job.source, steps, ahead, self.fault, self._timeout_s, turns)
+
+    def _turns(self) -> CoreTurns:
+        """Whether inputs may be made beside compute: where there are cores for it, and in any case
+        where compute is a GPU's or most of the time goes into reading from afar."""
+        job, mine = self.around.job, self.domains[self.around.me.worker]
+        beside = sum(domains == mine for domains in self.domains.values())
+        threads = job.config.parallel.threads_per_worker
+        near = job.device.type == "cpu" and locate(job.store.url).is_local
+        return CoreTurns(scarce=near and cores_are_scarce(threads, beside, usable_cores()))

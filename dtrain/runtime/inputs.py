@@ -16,6 +16,7 @@ from dtrain.data.store import GraphStore
 from dtrain.kernels.csr import SparseRows
 from dtrain.runtime.fault import FaultFlag
 from dtrain.runtime.staging import Arrival, SideStream, side_stream
+from dtrain.runtime.turns import CoreTurns
 from dtrain.scheduler import Plan
 
 
@@ -70,7 +71,8 @@ class MicrobatchInputs:
 class InputFetcher:
     """Makes :class:`MicrobatchInputs`, a pure function of step, microbatch and plan.
 
-    ``features``: where feature rows come from, ``store`` if not given.
+    ``features``: where feature rows come from, ``store`` if not given. ``between``: called between
+    sampling and gathering.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class InputFetcher:
         worker: int,
         device: torch.device,
         features: Features | None = None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
+        self._between = between
         self._source = source
         self._store = store
         self._features: Features = store if features is None else features
@@ -123,6 +127,7 @@ class InputFetcher:
         stages = self._stages[microbatch]
         first_layer = self._cuts[min(stages)]
         sample = self._source.sample(step, microbatch, first_layer)
+        self._between()
         blocks = {first_layer + i: block for i, block in enumerate(sample.blocks)}
         features = labels = rows = None
         if min(stages) == 0:
@@ -136,7 +141,10 @@ class InputFetcher:
 
 
 class Prefetcher:
-    """Runs an :class:`InputFetcher` in a thread, at most ``ahead`` microbatches before use."""
+    """Runs an :class:`InputFetcher` in a thread, at most ``ahead`` microbatches before use.
+
+    ``turns``: when the thread may run.
+    """
 
     def __init__(
         self,
@@ -146,8 +154,10 @@ class Prefetcher:
         ahead: int,
         fault: FaultFlag,
         timeout_s: float,
+        turns: CoreTurns | None = None,
     ) -> None:
         self.fetcher = fetcher
+        self.turns = turns or CoreTurns(scarce=False)
         self._source = source
         self._steps = steps
         self._fault = fault
@@ -168,11 +178,13 @@ class Prefetcher:
                 were.
         """
         key = (step, microbatch)
-        self._fault.wait_for(
-            lambda: key in self._ready or self._error is not None,
-            self._timeout_s,
-            f"sampling microbatch {microbatch} of step {step}",
-        )
+        if key not in self._ready:
+            with self.turns.waiting():
+                self._fault.wait_for(
+                    lambda: key in self._ready or self._error is not None,
+                    self._timeout_s,
+                    f"sampling microbatch {microbatch} of step {step}",
+                )
         if self._error is not None and key not in self._ready:
             raise self._error
         self._room.release()
@@ -181,6 +193,7 @@ class Prefetcher:
     def close(self) -> None:
         """Stop the thread."""
         self._stopping = True
+        self.turns.end()
         self._room.release()
         if self._thread.ident is not None:
             self._thread.join()
@@ -197,7 +210,9 @@ class Prefetcher:
                 self._room.acquire()
                 if self._stopping:
                     return
-                self._ready[step, microbatch] = self.fetcher.fetch(step, microbatch)
+                with self.turns.sampling():
+                    inputs = self.fetcher.fetch(step, microbatch)
+                self._ready[step, microbatch] = inputs
                 self._fault.notify()
         except Exception as error:
             # Handed to the thread that waits for these inputs.

@@ -152,6 +152,7 @@ class StepTransaction:
             self._source,
             step,
             digested=self._auditor.sample(step),
+            turns=prefetcher.turns,
         )
         attempt.run(prefetcher.take)
         self._auditor.check_sample(attempt)
