@@ -23,27 +23,28 @@ _WARM_UP = 2
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One step, predicted and measured.
+class ActionTimes:
+    """An action's seconds: predicted, measured by the clock, and computed by its thread."""
 
-    ``actions``: (predicted, measured) seconds of each. ``cpu_s``: what their threads computed.
-    """
+    action: Action
+    predicted_s: float
+    measured_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step, predicted and measured, and each of its actions."""
 
     step: int
     predicted_s: float
     measured_s: float
-    actions: list[tuple[float, float]]
-    cpu_s: list[float]
+    actions: list[ActionTimes]
 
     @property
     def error(self) -> float:
         """Relative error of the predicted step time."""
         return abs(self.predicted_s - self.measured_s) / self.measured_s
-
-    @property
-    def rank_correlation(self) -> float:
-        """Spearman's, between the predicted and the measured times of the step's actions."""
-        return rank_correlation([p for p, _ in self.actions], [m for _, m in self.actions])
 
 
 class RecordedRun:
@@ -186,17 +187,37 @@ class RecordedRun:
 
     def compare(self, step: int, model: CostModel) -> Compared:
         """A step's predicted and measured times."""
-        expected = self.prediction(step, model)
-        pairs, cpu_s = [], []
+        expected, found = self.prediction(step, model), list[ActionTimes]()
         for w, spans in self.spans(step).items():
-            for said, was in zip(expected.spans[w], spans, strict=True):
-                pairs.append(
-                    ((said.end - said.start) / TICKS_PER_S, (was.end - was.start) / TICKS_PER_S)
+            records = self.records(step)[w].actions
+            for said, was, record in zip(expected.spans[w], spans, records, strict=True):
+                predicted_s, measured_s = (
+                    (span.end - span.start) / TICKS_PER_S for span in (said, was)
                 )
-            cpu_s += [action.cpu_s for action in self.records(step)[w].actions]
-        return Compared(
-            step, expected.step_ticks / TICKS_PER_S, self.measured_s(step), pairs, cpu_s
+                found.append(ActionTimes(was.action, predicted_s, measured_s, record.cpu_s))
+        return Compared(step, expected.step_ticks / TICKS_PER_S, self.measured_s(step), found)
+
+
+def medians(runs: Sequence[Sequence[Compared]]) -> list[ActionTimes]:
+    """The actions of steps that all of some runs of one job have, with medians of their times.
+
+    Microbatches are the same in each, so that an action has the same work, whoever executes it.
+    """
+    times: dict[tuple[int, Action], list[ActionTimes]] = {}
+    for run in runs:
+        for compared in run:
+            for found in compared.actions:
+                times.setdefault((compared.step, found.action), []).append(found)
+    return [
+        ActionTimes(
+            action,
+            statistics.median(t.predicted_s for t in found),
+            statistics.median(t.measured_s for t in found),
+            statistics.median(t.cpu_s for t in found),
         )
+        for (_, action), found in times.items()
+        if len(found) == len(runs)
+    ]
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

@@ -9,25 +9,19 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from dtrain.bench.losses import LossResult, measure_losses
-from dtrain.config import Config, check_config
+from dtrain.bench.prediction import Job, RealRuns, job_config, real_runs, samplers
 from dtrain.data.store import GraphStore
 from dtrain.data.synth import SynthSpec, synthesize
 from dtrain.data.writer import write_store
 from dtrain.errors import DtrainError
 from dtrain.planning import batch_source, block_sizes, costs_of_sizes, model_shapes
-from dtrain.recorded import RecordedRun, rank_correlation
 from dtrain.scheduler import Layout, Plan, StepCosts, even_cuts, make_plan
 from dtrain.scheduler.costmodel import BlockSize, CostModel
 from dtrain.scheduler.planner import first_plan
@@ -61,25 +55,6 @@ class Case:
 
 
 @dataclass
-class RealRun:
-    """A real run's steps after the fit. ``error``: median relative error of step times.
-
-    ``correlation``: Spearman's over all actions of all steps, between predicted and measured times;
-    ``correlation_cpu``: with what the actions' threads computed, the time aside in which samplers
-    and other workers had their processors.
-    """
-
-    graph: str
-    sampler: str
-    workers: int
-    steps: int
-    error: float
-    correlation: float
-    correlation_cpu: float
-    step_ms: float
-
-
-@dataclass
 class Scale:
     """Seconds of a plan and milliseconds of a replan, of one core's time.
 
@@ -101,6 +76,10 @@ class Scale:
 class ScheduleResult:
     """What ``dtrain bench schedule`` reports; the worse of the graphs where there are several.
 
+    ``step_time_error_median``: of all steps after the fit, of all runs of a graph.
+    ``action_rank_correlation``: of actions' medians over the runs of a graph; with ``_single`` the
+    worst of one run alone. See :class:`~dtrain.bench.prediction.RealRuns`.
+
     ``vs_1f1b_*``: chosen plan over plain 1F1B in arrival order; ``vs_1f1b_staged_geomean``: the
     same where each worker runs its own stage only. ``vs_lower_bound_geomean``: chosen plan over
     max(critical path, busiest worker). ``plan_10240_s``: the longer one of both plans;
@@ -111,6 +90,7 @@ class ScheduleResult:
 
     step_time_error_median: float | None
     action_rank_correlation: float | None
+    action_rank_correlation_single: float | None
     vs_1f1b_geomean: float
     vs_1f1b_max: float
     vs_1f1b_staged_geomean: float
@@ -120,7 +100,7 @@ class ScheduleResult:
     plan_growth: float
     replan_growth: float
     losses: LossResult
-    real: list[RealRun] = field(default_factory=list)
+    real: list[RealRuns] = field(default_factory=list)
     scale: list[Scale] = field(default_factory=list)
     cases: list[Case] = field(default_factory=list)
 
@@ -133,12 +113,14 @@ def bench_schedule(
     real: bool,
     steps: int,
     workers: int,
+    repeats: int,
     say: Say,
 ) -> ScheduleResult:
     """Run the benchmark in ``folder``.
 
     ``stores``: graph stores to take microbatches of, besides a generated one of ``nodes`` nodes (0:
-    none). ``real``: also train on each of them for ``steps`` steps with ``workers`` workers.
+    none). ``real``: also train on each of them for ``steps`` steps with ``workers`` workers,
+    ``repeats`` times.
 
     Raises:
         DtrainError: a store cannot be opened, there is none, or a job failed.
@@ -148,13 +130,16 @@ def bench_schedule(
         graphs.append((f"synthetic-{nodes}", _synthetic(folder, nodes, say)))
     if not graphs:
         raise DtrainError("--store, --nodes: expected at least one graph; name a store or nodes")
-    models, runs = dict[str, CostModel](), list[RealRun]()
+    models, runs = dict[str, CostModel](), list[RealRuns]()
     for name, url in graphs:
         models[name] = CostModel()
         if real:
-            for sampler in _samplers(url):
-                say(f"training {steps} steps on {name}, {sampler['name']} sampling")
-                runs.append(_real_run(folder, name, url, sampler, steps, workers, models[name]))
+            for sampler in samplers(url):
+                say(
+                    f"training {steps} steps on {name}, {sampler['name']} sampling, {repeats} times"
+                )
+                job = Job(name, url, sampler, steps, workers)
+                runs.append(real_runs(folder, job, repeats, models[name]))
     cases = []
     for name, url in graphs:
         say(f"planning for microbatches of {name}")
@@ -167,6 +152,7 @@ def bench_schedule(
     return ScheduleResult(
         step_time_error_median=max((r.error for r in runs), default=None),
         action_rank_correlation=min((r.correlation for r in runs), default=None),
+        action_rank_correlation_single=min((min(r.single) for r in runs), default=None),
         vs_1f1b_geomean=geomean(ratios),
         vs_1f1b_max=max(ratios),
         vs_1f1b_staged_geomean=geomean([c.staged_ms / c.plain_1f1b_ms for c in cases]),
@@ -190,7 +176,8 @@ def summary(result: ScheduleResult) -> Iterator[str]:
     for run in result.real:
         yield (
             f"{run.graph}, {run.sampler}: predicted step time off by {run.error:.1%} (median of "
-            f"{run.steps} steps), rank correlation of actions {run.correlation:.3f}"
+            f"{run.steps} steps of {len(run.errors)} runs), rank correlation of actions "
+            f"{run.correlation:.3f}, of one run alone {min(run.single):.3f} or better"
         )
     worst = result.vs_1f1b_max
     yield f"chosen plan / plain 1F1B: {result.vs_1f1b_geomean:.3f}, at most {worst:.3f}"
@@ -231,34 +218,12 @@ def _synthetic(folder: Path, nodes: int, say: Say) -> str:
     return str(store)
 
 
-def _config(url: str, sampler: dict[str, Any], stages: int, microbatches: int) -> Config:
-    layers = 3
-    raw: dict[str, Any] = {
-        "data": {"store": url},
-        "model": {"name": "sage", "layers": layers, "hidden": 128, "norm": "layer"},
-        "sampler": sampler,
-        "train": {"max_steps": 1},
-        "parallel": {"stages": stages, "microbatches": microbatches},
-    }
-    if sampler["name"] == "neighbor":
-        raw["train"]["batch_size"] = 64 * microbatches
-    return check_config(raw, "of the benchmark")
-
-
-def _samplers(url: str) -> list[dict[str, Any]]:
-    """Neighbour sampling, and clusters where the store has enough of them."""
-    found: list[dict[str, Any]] = [{"name": "neighbor", "fanouts": [10, 10, 10]}]
-    if GraphStore.open(url).num_partitions >= 16:
-        found.append({"name": "cluster", "clusters": 1})
-    return found
-
-
 def _cases(name: str, url: str, model: CostModel) -> Iterator[Case]:
     """Comparisons on sampled and on clustered microbatches of one graph."""
     store = GraphStore.open(url)
-    for sampler in _samplers(url):
+    for sampler in samplers(url):
         for stages, workers, microbatches in _SHAPES:
-            config = _config(url, sampler, stages, microbatches)
+            config = job_config(url, sampler, stages, microbatches)
             source = batch_source(config, store)
             shapes = model_shapes(config, store)
             cuts = even_cuts(config.model.layers, stages)
@@ -342,48 +307,3 @@ def _least_s(makers: Sequence[Callable[[], Plan]]) -> float:
 def _sort_own(plan: Plan) -> int:
     """What a member does with a plan: it looks at its own actions, which are sorted then."""
     return len(plan.actions[plan.workers[0]])
-
-
-def _real_run(
-    folder: Path,
-    name: str,
-    url: str,
-    sampler: dict[str, Any],
-    steps: int,
-    workers: int,
-    model: CostModel,
-) -> RealRun:
-    """Train, fit on the first steps, and compare the others with what is predicted for them.
-
-    ``model`` learns the same for the cases; the comparison's own one knows nothing else.
-    """
-    config = _config(url, sampler, 3, 8)
-    raw = config.model_dump(mode="json")
-    raw["train"]["max_steps"] = steps + _FIT_STEPS + 2
-    raw["parallel"]["record_actions"] = True
-    run = folder / f"run-{name}-{sampler['name']}"
-    file = run.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(raw))
-    command = [sys.executable, "-m", "dtrain", "run", str(file), f"--nproc-per-node={workers}"]
-    done = subprocess.run(
-        [*command, f"--run-dir={run}"], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise DtrainError(f"the job on {name} failed: {done.stderr.strip()[-400:]}")
-    recorded = RecordedRun(str(run))
-    fit, rest = recorded.steps[:_FIT_STEPS], recorded.steps[_FIT_STEPS:]
-    recorded.teach(model, fit)
-    fresh = CostModel()
-    recorded.teach(fresh, fit)
-    compared = [recorded.compare(step, fresh) for step in rest]
-    pairs = [pair for c in compared for pair in c.actions]
-    return RealRun(
-        name,
-        sampler["name"],
-        workers,
-        len(rest),
-        statistics.median(c.error for c in compared),
-        rank_correlation([p for p, _ in pairs], [m for _, m in pairs]),
-        rank_correlation([p for p, _ in pairs], [s for c in compared for s in c.cpu_s]),
-        1e3 * statistics.median(c.measured_s for c in compared),
-    )

@@ -109,6 +109,9 @@ def schedule(
     real: Annotated[bool, typer.Option(help="train on the graphs to test predictions")] = True,
     steps: Annotated[int, typer.Option(min=5, help="steps to predict, after 20 to fit")] = 40,
     workers: Annotated[int, typer.Option(min=1, help="workers of the real runs")] = 2,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="real runs of each job, for medians of actions' times")
+    ] = 5,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Plans against 1F1B and bounds, predictions against real runs, and planning at scale."""
@@ -122,6 +125,7 @@ def schedule(
             real=real,
             steps=steps,
             workers=workers,
+            repeats=repeats,
             say=lambda text: typer.echo(text, err=True),
         )
     if as_json:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dtrain.bench import losses, schedule
+from dtrain.bench import losses, prediction, schedule
 from dtrain.errors import DtrainError
+from dtrain.recorded import ActionTimes, Compared
+from dtrain.scheduler import Action
 
 
 def test_cases_beat_1f1b_and_come_near_the_bound(
@@ -21,7 +24,14 @@ def test_cases_beat_1f1b_and_come_near_the_bound(
     url = yaml.safe_load(config_file.read_text())["data"]["store"]
     said: list[str] = []
     found = schedule.bench_schedule(
-        tmp_path, stores=[url], nodes=0, real=False, steps=5, workers=2, say=said.append
+        tmp_path,
+        stores=[url],
+        nodes=0,
+        real=False,
+        steps=5,
+        workers=2,
+        repeats=1,
+        say=said.append,
     )
     assert found.step_time_error_median is None
     assert len(found.cases) == 8
@@ -42,5 +52,32 @@ def test_cases_beat_1f1b_and_come_near_the_bound(
 def test_a_graph_is_needed(tmp_path: Path) -> None:
     with pytest.raises(DtrainError, match="expected at least one graph"):
         schedule.bench_schedule(
-            tmp_path, stores=[], nodes=0, real=False, steps=5, workers=2, say=print
+            tmp_path, stores=[], nodes=0, real=False, steps=5, workers=2, repeats=1, say=print
         )
+
+
+def test_noise_of_single_runs_does_not_hide_what_is_predicted() -> None:
+    draw = random.Random(0)
+
+    def step(number: int) -> Compared:
+        times = [1.0 + 0.1 * m for m in range(24)]
+        return Compared(
+            number,
+            1.0,
+            1.1,
+            [
+                ActionTimes(Action("F", 0, m), t, t * draw.choice([1.0, 1.0, 1.0, 1.0, 3.0]), t)
+                for m, t in enumerate(times)
+            ],
+        )
+
+    job = prediction.Job("a graph", "a store", {"name": "neighbor"}, 4, 2)
+    found = prediction.summarized(job, [[step(n) for n in range(4)] for _ in range(9)])
+    assert (found.steps, found.actions) == (4, 96)
+    assert found.errors == pytest.approx([0.1 / 1.1] * 9)
+    assert found.error == pytest.approx(0.1 / 1.1)
+    assert len(found.single) == 9
+    assert max(found.single) < 0.9 < 0.97 < found.correlation
+    assert found.single_cpu == pytest.approx([1.0] * 9)
+    assert found.correlation_cpu == pytest.approx(1.0)
+    assert found.step_ms == pytest.approx(1100.0)

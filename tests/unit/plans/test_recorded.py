@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from dtrain.data.block import Block
-from dtrain.recorded import RecordedRun, rank_correlation
+from dtrain.recorded import ActionTimes, Compared, RecordedRun, medians, rank_correlation
 from dtrain.runtime.recorder import ActionRecorder, step_record
 from dtrain.scheduler import Action
 from dtrain.scheduler.costmodel import CostModel
+from dtrain.scheduler.costs import TICKS_PER_S
 
 
 def test_steps_are_predicted_from_others(recorded_run: Callable[..., str]) -> None:
@@ -26,8 +27,32 @@ def test_steps_are_predicted_from_others(recorded_run: Callable[..., str]) -> No
     for step in rest:
         found = run.compare(step, model)
         assert found.error < 0.03
-        assert found.rank_correlation > 0.95
-        assert len(found.actions) == 24
+        times = [(a.predicted_s, a.measured_s) for a in found.actions]
+        assert rank_correlation(*zip(*times, strict=True)) > 0.95
+        assert {(a.action.kind, a.action.stage, a.action.microbatch) for a in found.actions} == {
+            (kind, stage, m) for kind in "FB" for stage in range(2) for m in range(6)
+        }
+        spans = {span.action: span for spans in run.spans(step).values() for span in spans}
+        for a in found.actions:
+            took = spans[a.action].end - spans[a.action].start
+            assert a.measured_s == pytest.approx(took / TICKS_PER_S)
+
+
+def test_an_action_takes_its_median_over_runs_that_all_have_it() -> None:
+    def step(number: int, *times: tuple[str, float, float, float]) -> Compared:
+        return Compared(
+            number, 1.0, 1.0, [ActionTimes(Action("F", 0, int(m)), *t) for m, *t in times]
+        )
+
+    runs = [
+        [step(2, ("0", 1.0, 5.0, 2.0), ("1", 4.0, 4.0, 4.0)), step(3, ("0", 7.0, 7.0, 7.0))],
+        [step(2, ("1", 5.0, 9.0, 5.0), ("0", 2.0, 4.0, 1.0))],
+        [step(2, ("0", 3.0, 30.0, 3.0), ("1", 6.0, 5.0, 6.0)), step(3, ("0", 8.0, 8.0, 8.0))],
+    ]
+    assert medians(runs) == [
+        ActionTimes(Action("F", 0, 0), 2.0, 5.0, 2.0),
+        ActionTimes(Action("F", 0, 1), 5.0, 5.0, 5.0),
+    ]
 
 
 def test_steps_that_not_all_members_recorded_are_left_out(
