@@ -162,12 +162,14 @@ def choose_balance(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) -> 
     """The plan with its load levelled for the workers' speeds; members and holders stay.
 
     Every executor holds its stage already, so that nothing is transferred. Nobody is left out for
-    being slow: a worker keeps the share that it can finish in time.
+    being slow: a worker keeps the share that it can finish in time. Whole microbatches among those
+    that hold every stage come first: where others are as fast, nothing is sent.
     """
 
     def drafts(known: StepCosts) -> list[tuple[str, Plan]]:
         level = levelled(plan, known, cluster, may_hold=False)
-        return [("", level), *_whole_again(level, plan, known, cluster)]
+        again = _whole_again(level, plan, known, cluster)
+        return [*(_whole_held(level, known, cluster) if not again else []), ("", level), *again]
 
     return _choose(drafts, costs, cluster, REPLAN_ACTIONS)
 
@@ -216,6 +218,16 @@ def _whole(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
     runs = shared_out(total, order, cluster)
     held = tuple(tuple(sorted(set(runs) | set(held))) for held in staged.holders)
     return replace(staged, holders=held, executors=(runs,) * costs.num_stages)
+
+
+def _whole_held(plan: Plan, costs: StepCosts, cluster: Cluster) -> list[tuple[str, Plan]]:
+    """Every microbatch on one of the workers that hold all stages, if there are any."""
+    able = sorted(set(plan.holders[0]).intersection(*plan.holders[1:]))
+    if plan.num_stages == 1 or not able:
+        return []
+    total = [sum(column) for column in zip(*costs.work(), strict=True)]
+    runs = shared_out(total, able, cluster)
+    return [("whole microbatches", replace(plan, executors=(runs,) * plan.num_stages))]
 
 
 def _whole_again(

@@ -118,6 +118,17 @@ def test_a_search_in_vain_is_repeated_ever_more_seldom_until_a_speed_changes(
     assert searches == before + 1
 
 
+def test_where_all_hold_all_stages_whole_microbatches_spare_the_transfers() -> None:
+    layout = Layout(even_cuts(2, 2), 4, redundancy=4)
+    plan = make_plan(layout, range(4), 1)
+    assert plan.executors[0] != plan.executors[1]
+    even = StepCosts(((3000,) * 4, (2000,) * 4), ((2000,) * 4, (3000,) * 4))
+    found = choose_balance(plan, even).plan
+    assert found.holders == plan.holders
+    assert found.executors[0] == found.executors[1]
+    assert sorted(found.executors[0]) == [0, 1, 2, 3]
+
+
 def test_without_search_the_schedule_stays() -> None:
     first = make_plan(GRID, range(16), 1, costs())
     job = Job(first, BalancePolicy(search=False))
