@@ -34,6 +34,8 @@ class Csr:
     _pieces: Pieces | None = field(default=None, repr=False)
     _rows: Tensor | None = field(default=None, repr=False)
     _narrow: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _used: bool = field(default=False, repr=False)
+    _shares: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
     _ones: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -170,6 +172,21 @@ class Csr:
         if self._narrow is None:
             self._narrow = self.indptr.int(), self.indices.int()
         return self._narrow
+
+    def for_loops(self) -> tuple[Tensor, Tensor]:
+        """``indptr`` and ``indices`` as loops on the CPU read them: :meth:`narrow` from the second
+        time on, half the bytes. To make them for a block that is used once would cost more."""
+        if self._used:
+            return self.narrow()
+        self._used = True
+        return self.indptr, self.indices
+
+    def shares(self, dtype: torch.dtype) -> Tensor:
+        """What each entry of the transposed pattern has of the mean of its row here, kept."""
+        if dtype not in self._shares:
+            each = self.row_counts().clamp(min=1).to(dtype).reciprocal()
+            self._shares[dtype] = each[self.transpose()[0].indices]
+        return self._shares[dtype]
 
     def ones(self, dtype: torch.dtype) -> Tensor:
         """A one for every entry, kept."""

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+
+from dtrain.kernels.results import empty as empty
 
 SERIAL_WORK = 1 << 16
 """Elements below which handing work to another thread costs more than it saves."""
@@ -116,12 +117,3 @@ def _openmp() -> Any:
         library.GOMP_parallel.argtypes = [_PART, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         return library
     return None
-
-
-def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """An uninitialised numpy array for a result.
-
-    Numpy asks for huge pages where the array is large, which torch's allocator does not by default:
-    the first touch of a fresh 200 MB result then costs a few hundred page faults, not 50,000.
-    """
-    return np.empty(shape, dtype)

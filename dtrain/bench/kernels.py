@@ -20,7 +20,7 @@ from dtrain.bench.sparse_features import OP as SPARSE_STEP
 from dtrain.bench.sparse_features import cora_step
 from dtrain.kernels.csr import Csr
 from dtrain.kernels.maxk import maxk, spmm_maxk
-from dtrain.kernels.spmm import spmm, spmm_max, spmm_mean
+from dtrain.kernels.spmm import spmm, spmm_max_values, spmm_mean
 
 WIDTHS = (16, 64, 256)
 _SCATTER_BYTES = 1 << 28  # above it a peer that writes a row for every edge is left out
@@ -103,7 +103,7 @@ def _cases(csr: Csr, peers: list[str]) -> Iterator[_Case]:
         calls: dict[str, Callable[[Tensor], Tensor]] = {
             "spmm sum": partial(spmm, csr, weight=weight),
             "spmm mean": partial(spmm_mean, csr),
-            "spmm max": lambda x: spmm_max(csr, x)[0],
+            "spmm max": partial(spmm_max_values, csr),
         }
         for backward in (False, True):
             suffix = "fwd+bwd" if backward else "fwd"

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dtrain.kernels.arrays import wide
 from dtrain.kernels.csr import Csr
+from dtrain.kernels.results import empty
 from dtrain.kernels.simd import VectorCode, data_of, intrinsic
-from dtrain.kernels.threads import empty, over_rows
+from dtrain.kernels.threads import over_rows
 
 _BLOCK = 8
 

@@ -28,7 +28,8 @@ from dtrain.kernels.gat.tiles import (
     row_coefficients,
     row_maximum,
 )
-from dtrain.kernels.threads import empty, over_rows
+from dtrain.kernels.results import empty
+from dtrain.kernels.threads import over_rows
 
 
 def forward(

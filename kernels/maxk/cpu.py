@@ -12,8 +12,9 @@ from torch import Tensor
 from dtrain.kernels.arrays import array, wide
 from dtrain.kernels.csr import Csr
 from dtrain.kernels.maxk.reference import column_type
+from dtrain.kernels.results import empty
 from dtrain.kernels.simd import prefetch
-from dtrain.kernels.threads import empty, over_range, over_rows
+from dtrain.kernels.threads import over_range, over_rows
 
 _AHEAD = 8
 

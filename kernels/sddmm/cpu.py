@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dtrain.kernels.arrays import flat_bits
 from dtrain.kernels.csr import Csr
+from dtrain.kernels.results import empty
 from dtrain.kernels.sddmm.tiles import dot_row
-from dtrain.kernels.threads import empty, over_rows
+from dtrain.kernels.threads import over_rows
 
 
 def sddmm_dot(csr: Csr, a: Tensor, b: Tensor) -> Tensor:

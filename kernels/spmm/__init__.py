@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -61,6 +62,20 @@ def spmm_min(csr: Csr, x: Tensor) -> tuple[Tensor, Tensor]:
     return values, argument
 
 
+def spmm_max_values(csr: Csr, x: Tensor) -> Tensor:
+    """The values of :func:`spmm_max` alone: where no gradient is asked for, less than half the
+    memory is written. ``x``: float [num_cols, F]; returns [num_rows, F].
+
+    Raises:
+        ValueError: shapes that do not fit the pattern.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return spmm_max(csr, x)[0]
+    _check(csr, x)
+    values: Tensor = _backend(x).extreme_values(csr, x, largest=True)
+    return values
+
+
 def weighted_sum(csr: Csr, x: Tensor, weight: Tensor | None) -> Tensor:
     """:func:`spmm` without autograd, for the backward passes of operators."""
     summed: Tensor = _backend(x).spmm(csr, x, weight)
@@ -110,8 +125,8 @@ class _SpmmMean(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        share = grad / ctx.csr.row_counts().clamp(min=1).to(grad.dtype)[:, None]
-        return weighted_sum(ctx.csr.transpose()[0], share, None), None
+        shares = ctx.csr.shares(torch.promote_types(grad.dtype, torch.float32))
+        return weighted_sum(ctx.csr.transpose()[0], grad, shares), None
 
 
 class _SpmmExtreme(Function):

@@ -15,61 +15,81 @@ from torch import Tensor
 
 from dtrain.kernels.arrays import array, flat_bits, wide
 from dtrain.kernels.csr import Csr
-from dtrain.kernels.spmm.tiles import extreme_row, sum_row
-from dtrain.kernels.threads import empty, over_range, over_rows
+from dtrain.kernels.results import empty
+from dtrain.kernels.spmm.tiles import chosen_rows, extreme_rows, sum_rows
+from dtrain.kernels.threads import over_rows
 
-_LINE = 16  # elements in a cache line
+_NARROW = 16
+"""Columns of a row that is one tile: there is no other to go over."""
+_TOGETHER = 64
+"""Entries of the rows that a tile goes over before the next: their rows of ``x`` stay at hand."""
 
 
 def spmm(csr: Csr, x: Tensor, weight: Tensor | None) -> Tensor:
     """As :func:`dtrain.kernels.spmm.reference.spmm`, for tensors on the CPU."""
-    return _sum(csr, x, weight, mean=False)
+    return _summed(csr, x, weight, mean=False)
 
 
 def spmm_mean(csr: Csr, x: Tensor) -> Tensor:
     """As :func:`dtrain.kernels.spmm.reference.spmm_mean`, for tensors on the CPU."""
-    return _sum(csr, x, None, mean=True)
+    return _summed(csr, x, None, mean=True)
 
 
 def spmm_extreme(csr: Csr, x: Tensor, *, largest: bool) -> tuple[Tensor, Tensor]:
     """As :func:`dtrain.kernels.spmm.reference.spmm_extreme`, for tensors on the CPU."""
-    source, width = flat_bits(x), x.shape[1]
-    out = empty((csr.num_rows, width), _result_type(x))
-    argument = empty(out.shape, np.int32 if csr.nnz < 2**31 else np.int64)
-    indptr, indices = csr.indptr.numpy(), csr.indices.numpy()
-    results = (out.reshape(-1), argument.reshape(-1))
+    argument = empty((csr.num_rows, x.shape[1]), np.int32 if csr.nnz < 2**31 else np.int64)
+    return _best(csr, x, argument, largest=largest), torch.from_numpy(argument)
 
-    def loop(first: int, end: int) -> None:
-        _extreme_rows(first, end, indptr, indices, source, *results, width, largest)
 
-    over_rows(indptr, width, loop)
-    return torch.from_numpy(out).to(x.dtype), torch.from_numpy(argument)
+def extreme_values(csr: Csr, x: Tensor, *, largest: bool) -> Tensor:
+    """The first result of :func:`spmm_extreme`, for the time of that alone."""
+    return _best(csr, x, None, largest=largest)
 
 
 def spmm_extreme_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
     """As :func:`dtrain.kernels.spmm.reference.spmm_extreme_backward`, for tensors on the CPU."""
+    transposed, perm = csr.transpose()
     source, width = wide(grad).numpy(), grad.shape[1]
-    out = np.zeros((csr.num_cols, width), source.dtype)
-    indices, chosen = csr.indices.numpy(), array(argument)
+    out = empty((csr.num_cols, width), source.dtype)
+    indptr, indices = (t.numpy() for t in transposed.for_loops())
+    fixed = (indptr, indices, perm.numpy(), array(argument).reshape(-1), source.reshape(-1))
 
-    # Rows scatter to any source, so it is columns that are dealt to threads, by cache lines.
     def loop(first: int, end: int) -> None:
-        _scatter(first * _LINE, min(end * _LINE, width), indices, source, chosen, out)
+        _chosen(first, end, *fixed, out.reshape(-1), width)
 
-    over_range(-(-width // _LINE), len(source) * _LINE, loop)
+    over_rows(indptr, 2 * width, loop)
     return torch.from_numpy(out).to(grad.dtype)
 
 
-def _sum(csr: Csr, x: Tensor, weight: Tensor | None, *, mean: bool) -> Tensor:
+def _summed(csr: Csr, x: Tensor, weight: Tensor | None, *, mean: bool) -> Tensor:
     source, width = flat_bits(x), x.shape[1]
     out = empty((csr.num_rows, width), _result_type(x))
-    indptr, indices = csr.indptr.numpy(), csr.indices.numpy()
+    indptr, indices = (t.numpy() for t in csr.for_loops())
     numbers = None
     if weight is not None:
         numbers = array(weight.to(torch.float64 if out.dtype == np.float64 else torch.float32))
 
     def loop(first: int, end: int) -> None:
-        _sum_rows(first, end, indptr, indices, numbers, source, out.reshape(-1), width, mean)
+        _sum(first, end, indptr, indices, numbers, source, out.reshape(-1), width, mean)
+
+    over_rows(indptr, width, loop)
+    return torch.from_numpy(out).to(x.dtype)
+
+
+def _best(csr: Csr, x: Tensor, argument: Any, *, largest: bool) -> Tensor:
+    """Extreme values; their entries are written to ``argument`` unless that is None."""
+    source, width = flat_bits(x), x.shape[1]
+    out = empty((csr.num_rows, width), _result_type(x))
+    indptr, indices = (t.numpy() for t in csr.for_loops())
+    if csr.nnz == 0:
+        out[:] = 0
+        if argument is not None:
+            argument[:] = -1
+        return torch.from_numpy(out).to(x.dtype)
+    results = (out.reshape(-1), None if argument is None else argument.reshape(-1))
+
+    def loop(first: int, end: int) -> None:
+        _extreme(first, end, indptr, indices, source, *results, width, largest)
 
     over_rows(indptr, width, loop)
     return torch.from_numpy(out).to(x.dtype)
@@ -80,7 +100,19 @@ def _result_type(x: Tensor) -> Any:
 
 
 @numba.njit(cache=True, nogil=True)
-def _sum_rows(
+def _together(indptr: Any, row: Any, end: Any, width: Any) -> Any:
+    """Where to stop for rows from ``row`` on with few entries together, one of them at least."""
+    if width <= _NARROW:
+        return end
+    most = indptr[row] + _TOGETHER
+    stop = row + 1
+    while stop < end and indptr[stop + 1] <= most:
+        stop += 1
+    return stop
+
+
+@numba.njit(cache=True, nogil=True)
+def _sum(
     first: Any,
     end: Any,
     indptr: Any,
@@ -91,12 +123,15 @@ def _sum_rows(
     width: Any,
     mean: Any,
 ) -> None:
-    for row in range(first, end):
-        sum_row(x, indices, weight, out, indptr[row], indptr[row + 1], width, row, mean)
+    row = first
+    while row < end:
+        stop = _together(indptr, row, end, width)
+        sum_rows(x, indices, indptr, weight, out, row, stop, width, mean)
+        row = stop
 
 
 @numba.njit(cache=True, nogil=True)
-def _extreme_rows(
+def _extreme(
     first: Any,
     end: Any,
     indptr: Any,
@@ -107,21 +142,30 @@ def _extreme_rows(
     width: Any,
     largest: Any,
 ) -> None:
-    for row in range(first, end):
-        start, stop = indptr[row], indptr[row + 1]
-        if start == stop:
-            out[row * width : (row + 1) * width] = 0
-            argument[row * width : (row + 1) * width] = -1
-        elif largest:
-            extreme_row(x, indices, out, argument, start, stop, width, row, ">")
+    row = first
+    while row < end:
+        stop = _together(indptr, row, end, width)
+        if largest:
+            extreme_rows(x, indices, indptr, out, argument, row, stop, width, ">")
         else:
-            extreme_row(x, indices, out, argument, start, stop, width, row, "<")
+            extreme_rows(x, indices, indptr, out, argument, row, stop, width, "<")
+        row = stop
 
 
 @numba.njit(cache=True, nogil=True)
-def _scatter(first: Any, end: Any, indices: Any, grad: Any, argument: Any, out: Any) -> None:
-    for row in range(grad.shape[0]):
-        for f in range(first, end):
-            k = argument[row, f]
-            if k >= 0:
-                out[indices[k], f] += grad[row, f]
+def _chosen(
+    first: Any,
+    end: Any,
+    indptr: Any,
+    indices: Any,
+    perm: Any,
+    argument: Any,
+    grad: Any,
+    out: Any,
+    width: Any,
+) -> None:
+    row = first
+    while row < end:
+        stop = _together(indptr, row, end, width)
+        chosen_rows(grad, indices, indptr, perm, argument, out, row, stop, width)
+        row = stop

@@ -68,6 +68,11 @@ def spmm_extreme(csr: Csr, x: Tensor, *, largest: bool) -> tuple[Tensor, Tensor]
     return torch.where(empty, 0.0, x.gather(0, csr.indices[argument.clamp(min=0)])), argument
 
 
+def extreme_values(csr: Csr, x: Tensor, *, largest: bool) -> Tensor:
+    """The first result of :func:`spmm_extreme`."""
+    return spmm_extreme(csr, x, largest=largest)[0]
+
+
 def spmm_extreme_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
     """Gradient of :func:`spmm_extreme` to ``x``. ``grad``, ``argument``: [num_rows, F]."""
     wide = torch.promote_types(grad.dtype, torch.float32)

@@ -1,181 +1,183 @@
-"""Inner loops of the sparse-dense products: one row of the pattern times all columns of ``x``.
-
-A tile of up to 16 vectors of columns stays in registers while the row's entries pass by. The
-entries are added in their order whatever the tile, so tiling never changes a bit.
-"""
+"""Inner loops of the sparse-dense products: rows of a pattern times all columns of ``x``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 
-from dtrain.kernels.simd import (
-    I64,
-    EntryLoop,
-    VectorCode,
-    data_of,
-    intrinsic,
-    length_of,
-    over_columns,
-)
-
-_EXTREME_TILES = (8, 4, 3, 2, 1)  # each vector with one of positions beside it, in 32 registers
-_FAR, _NEAR = 32, 16  # entries between the request for a narrow or wide tile of x and its use
+from dtrain.kernels.simd import I64, data_of, intrinsic
+from dtrain.kernels.spmm.walk import Reduction, Tile, Vectors, Walk
 
 
 @intrinsic
-def sum_row(
+def sum_rows(
     typing: Any,
     x: Any,
     indices: Any,
+    indptr: Any,
     weight: Any,
     out: Any,
-    start: Any,
-    stop: Any,
+    first: Any,
+    end: Any,
     width: Any,
-    row: Any,
     mean: Any,
 ) -> Any:
-    """``out[row] = sum(weight[k] * x[indices[k]])`` for entries k in [start, stop).
+    """``out[row] = sum(weight[k] * x[indices[k]])`` for the entries k of rows first .. end - 1.
 
-    All arrays are flat; ``weight`` may be numba's None for ones. With ``mean`` (bool) the sum is
-    divided by the number of entries.
+    All arrays are flat, ``indices`` and ``indptr`` int32 or int64; ``weight`` may be numba's None
+    for ones. With ``mean`` (bool) the sum is divided by the number of entries.
     """
     weighted = not isinstance(weight, types.NoneType)
-    signature = types.void(x, indices, weight, out, *[types.int64] * 4, types.boolean)
+    signature = types.void(x, indices, indptr, weight, out, *[types.int64] * 3, types.boolean)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, indices, out = (
-            data_of(context, builder, signature.args[i], arguments[i]) for i in (0, 1, 3)
-        )
+        walk = Walk(context, builder, signature, arguments, range(5, 8))
+        code, mean = walk.code, arguments[8]
+        out = data_of(context, builder, signature.args[4], arguments[4])
         if weighted:
-            weight = data_of(context, builder, signature.args[2], arguments[2])
-        start, stop, width, row, mean = arguments[4:]
-        code = VectorCode(builder, signature.args[0].dtype)
-        source = _Source(
-            code, x, indices, length_of(context, builder, signature.args[1], arguments[1]), width
-        )
-        entries = code.splat(builder.sitofp(builder.sub(stop, start), code.scalar))
-        one = code.constant(1.0)
-        divisor = builder.select(builder.icmp_signed(">", stop, start), entries, one)
-        divisor = builder.select(mean, divisor, one)
+            weight = data_of(context, builder, signature.args[3], arguments[3])
 
-        def tile(column: Any, count: int, left: Any) -> None:
-            masks = _masks(code, count, left)
-            with EntryLoop(builder, start, stop, [code.constant(0.0)] * count) as loop:
-                place = source.begin(loop.index, column, count)
-                factor = None
-                if weighted:
-                    factor = code.splat(builder.load(builder.gep(weight, [loop.index])))
-                sums = []
-                for i, total in enumerate(loop.carried):
-                    values = code.load(x, builder.add(place, I64(i * code.lanes)), masks[i])
-                    if factor is None:
-                        sums.append(builder.fadd(total, values))
-                    else:
-                        sums.append(code.fma(factor, values, total))
-                loop.carry(sums)
-            at = builder.add(builder.mul(row, width), column)
-            for i, total in enumerate(loop.carried):
-                result = total if weighted else builder.fdiv(total, divisor)
-                code.store(result, out, builder.add(at, I64(i * code.lanes)), masks[i])
+        def begin(start: Any, stop: Any, tile: Tile) -> Vectors:
+            return [code.constant(0.0)] * tile.count
 
-        over_columns(code, width, tile)
+        def add(entry: Any, tile: Tile, sums: Vectors) -> Vectors:
+            values = tile.load(entry)
+            if not weighted:
+                return [builder.fadd(*pair) for pair in zip(sums, values, strict=True)]
+            factor = code.splat(builder.load(builder.gep(weight, [entry])))
+            return [code.fma(factor, *pair) for pair in zip(values, sums, strict=True)]
+
+        def finish(start: Any, stop: Any, sums: Vectors, store: Callable[..., None]) -> None:
+            if weighted:
+                store(out, sums)
+                return
+            count = builder.sub(stop, start)
+            divide = builder.and_(mean, builder.icmp_signed(">", count, I64(1)))
+            with builder.if_else(divide) as (then, otherwise):
+                with then:
+                    entries = code.splat(builder.sitofp(count, code.scalar))
+                    store(out, [builder.fdiv(total, entries) for total in sums])
+                with otherwise:
+                    store(out, sums)
+
+        walk.emit(Reduction(begin, add, finish))
         return context.get_dummy_value()
 
     return signature, generate
 
 
 @intrinsic
-def extreme_row(
+def extreme_rows(
     typing: Any,
     x: Any,
     indices: Any,
+    indptr: Any,
     out: Any,
     argument: Any,
-    start: Any,
-    stop: Any,
+    first: Any,
+    end: Any,
     width: Any,
-    row: Any,
     order: Any,
 ) -> Any:
-    """Largest (``order`` ">") or smallest ("<") value of a non-empty row, and its first entry.
+    """Largest (``order`` ">") or smallest ("<") values of rows first .. end - 1, and their entries.
 
-    ``argument``: flat int32 or int64, entries of the pattern; the others as in :func:`sum_row`.
+    ``argument``: flat int32 or int64, the first entry of the pattern that has the value and -1 in
+    an empty row, or numba's None where nobody asks for it; ``indices`` has an element at least;
+    all else as in :func:`sum_rows`. Empty rows become 0.
     """
     relation = order.literal_value
-    signature = types.void(x, indices, out, argument, *[types.int64] * 4, order)
+    wanted = not isinstance(argument, types.NoneType)
+    signature = types.void(x, indices, indptr, out, argument, *[types.int64] * 3, order)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, indices, out, argument = (
-            data_of(context, builder, signature.args[i], arguments[i]) for i in range(4)
-        )
-        start, stop, width, row = arguments[4:8]
-        code = VectorCode(builder, signature.args[0].dtype)
-        source = _Source(
-            code, x, indices, length_of(context, builder, signature.args[1], arguments[1]), width
-        )
-        position = ir.IntType(signature.args[3].dtype.bitwidth)
+        walk = Walk(context, builder, signature, arguments, range(5, 8))
+        code = walk.code
+        out = data_of(context, builder, signature.args[3], arguments[3])
+        if wanted:
+            argument = data_of(context, builder, signature.args[4], arguments[4])
+            position = ir.IntType(signature.args[4].dtype.bitwidth)
 
         def entry_lanes(entry: Any) -> Any:
             return code.splat(entry if position.width == 64 else builder.trunc(entry, position))
 
-        def tile(column: Any, count: int, left: Any) -> None:
-            masks = _masks(code, count, left)
+        def begin(start: Any, stop: Any, tile: Tile) -> Vectors:
+            # The entry of an empty row is any: its value is not used.
+            found = tile.load(builder.select(builder.icmp_signed("<", start, stop), start, I64(0)))
+            return found + [entry_lanes(start)] * tile.count if wanted else found
 
-            def load(entry: Any) -> list[Any]:
-                place = source.begin(entry, column, count)
-                return [
-                    code.load(x, builder.add(place, I64(i * code.lanes)), masks[i])
-                    for i in range(count)
-                ]
+        def better(entry: Any, tile: Tile, carried: Vectors) -> Vectors:
+            values = tile.load(entry)
+            best, where = [], []
+            for i, value in enumerate(values):
+                wins = builder.fcmp_ordered(relation, value, carried[i])
+                best.append(builder.select(wins, value, carried[i]))
+                if wanted:
+                    where.append(builder.select(wins, entry_lanes(entry), carried[tile.count + i]))
+            return best + where
 
-            initial = load(start) + [entry_lanes(start)] * count
-            with EntryLoop(builder, builder.add(start, I64(1)), stop, initial) as loop:
-                best, where = [], []
-                entry = entry_lanes(loop.index)
-                for i, values in enumerate(load(loop.index)):
-                    better = builder.fcmp_ordered(relation, values, loop.carried[i])
-                    best.append(builder.select(better, values, loop.carried[i]))
-                    where.append(builder.select(better, entry, loop.carried[count + i]))
-                loop.carry(best + where)
-            at = builder.add(builder.mul(row, width), column)
-            for i in range(count):
-                to = builder.add(at, I64(i * code.lanes))
-                code.store(loop.carried[i], out, to, masks[i])
-                code.store(loop.carried[count + i], argument, to, masks[i])
+        def finish(start: Any, stop: Any, carried: Vectors, store: Callable[..., None]) -> None:
+            some = builder.icmp_signed("<", start, stop)
+            count = len(carried) // (2 if wanted else 1)
+            store(out, [builder.select(some, v, code.constant(0.0)) for v in carried[:count]])
+            if wanted:
+                none = code.splat(ir.Constant(position, -1))
+                store(argument, [builder.select(some, v, none) for v in carried[count:]])
 
-        over_columns(code, width, tile, _EXTREME_TILES)
+        walk.emit(Reduction(begin, better, finish))
         return context.get_dummy_value()
 
     return signature, generate
 
 
-class _Source:
-    """Where the rows of ``x`` lie that a row's entries name."""
+@intrinsic
+def chosen_rows(
+    typing: Any,
+    x: Any,
+    indices: Any,
+    indptr: Any,
+    entries: Any,
+    argument: Any,
+    out: Any,
+    first: Any,
+    end: Any,
+    width: Any,
+) -> Any:
+    """``out[row] = sum(x[indices[k]])`` of those elements whose ``argument`` is ``entries[k]``.
 
-    def __init__(self, code: VectorCode, x: Any, indices: Any, nnz: Any, width: Any) -> None:
-        self._code, self._x, self._indices, self._width = code, x, indices, width
-        self._last = code.builder.sub(nnz, I64(1))
+    ``entries``: int64 [nnz]; ``argument``: flat int32 or int64 as large as ``x``; all else as in
+    :func:`sum_rows`.
+    """
+    signature = types.void(x, indices, indptr, entries, argument, out, *[types.int64] * 3)
 
-    def begin(self, entry: Any, column: Any, count: int) -> Any:
-        """Index in ``x`` of the entry's row from ``column`` on; a later entry's is requested."""
-        builder = self._code.builder
-        ahead = builder.add(entry, I64(_FAR if count <= 2 else _NEAR))
-        ahead = builder.select(builder.icmp_signed("<", ahead, self._last), ahead, self._last)
-        later = self._place(ahead, column)
-        for i in range(0, count, 2 if self._code.narrow else 1):
-            self._code.prefetch(self._x, builder.add(later, I64(i * self._code.lanes)))
-        return self._place(entry, column)
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        entries, argument, out = (
+            data_of(context, builder, signature.args[i], arguments[i]) for i in (3, 4, 5)
+        )
+        walk = Walk(context, builder, signature, arguments, range(6, 9), [argument])
+        code = walk.code
+        position = ir.IntType(signature.args[4].dtype.bitwidth)
+        positions = ir.VectorType(position, code.lanes)
 
-    def _place(self, entry: Any, column: Any) -> Any:
-        builder = self._code.builder
-        source = builder.load(builder.gep(self._indices, [entry]))
-        return builder.add(builder.mul(source, self._width), column)
+        def begin(start: Any, stop: Any, tile: Tile) -> Vectors:
+            return [code.constant(0.0)] * tile.count
 
+        def add(entry: Any, tile: Tile, sums: Vectors) -> Vectors:
+            own = builder.load(builder.gep(entries, [entry]))
+            own = code.splat(own if position.width == 64 else builder.trunc(own, position))
+            places, values = tile.load_as(positions, entry, argument), tile.load(entry)
+            added = []
+            for place, value, total in zip(places, values, sums, strict=True):
+                chosen = builder.icmp_signed("==", place, own)
+                added.append(builder.select(chosen, builder.fadd(total, value), total))
+            return added
 
-def _masks(code: VectorCode, count: int, left: Any) -> list[Any]:
-    """For every vector of a tile the mask of its lanes; None where all exist."""
-    return [None] * (count - 1) + [code.first_lanes(left)]
+        def finish(start: Any, stop: Any, sums: Vectors, store: Callable[..., None]) -> None:
+            store(out, sums)
+
+        walk.emit(Reduction(begin, add, finish))
+        return context.get_dummy_value()
+
+    return signature, generate

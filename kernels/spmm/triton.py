@@ -67,6 +67,11 @@ def spmm_extreme(csr: Csr, x: Tensor, *, largest: bool) -> tuple[Tensor, Tensor]
     return out, argument
 
 
+def extreme_values(csr: Csr, x: Tensor, *, largest: bool) -> Tensor:
+    """The first result of :func:`spmm_extreme`."""
+    return spmm_extreme(csr, x, largest=largest)[0]
+
+
 def spmm_extreme_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
     """As :func:`dtrain.kernels.spmm.reference.spmm_extreme_backward`, for tensors on a GPU.
 

@@ -77,3 +77,9 @@ def graph(request: pytest.FixtureRequest) -> Csr:
 def large() -> Csr:
     """Enough entries that torch would share the work among threads."""
     return random_csr(3000, 3000, 12, 2).to(torch.get_default_device())
+
+
+@pytest.fixture
+def long_rows() -> Csr:
+    """Rows of some 100 entries on average, some of them empty."""
+    return random_csr(60, 500, 80, 3)

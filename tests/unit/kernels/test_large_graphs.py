@@ -16,7 +16,7 @@ from dtrain.kernels.edge_softmax import reference as softmax_reference
 from dtrain.kernels.gat import gat
 from dtrain.kernels.gat import reference as gat_reference
 from dtrain.kernels.gat.reference import Attention
-from dtrain.kernels.spmm import reference, spmm, spmm_max, spmm_mean
+from dtrain.kernels.spmm import reference, spmm, spmm_max, spmm_mean, spmm_min
 
 HUB = 50_000
 Operator = Callable[..., Tensor]
@@ -92,3 +92,43 @@ def test_a_block_in_parts_has_the_same_bits(name: str, large: Csr) -> None:
         part = Csr(large.indptr[first : end + 1] - begin, large.indices[begin:stop], large.num_cols)
         parts.append(SPLIT[name](part, x, weight[begin:stop], src, dst[first:end]))
     assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_long_rows_side_by_side_have_the_bits_that_they_have_alone(
+    dtype: torch.dtype, long_rows: Csr
+) -> None:
+    pattern = long_rows
+    assert pattern.nnz > 60 * 60
+    x, weight = _random(500, 40, seed=0).to(dtype), _random(pattern.nnz, seed=1).to(dtype)
+    operators: list[Callable[[Csr, Tensor, Tensor], Tensor]] = [
+        spmm,
+        lambda csr, x, _: spmm_mean(csr, x),
+        lambda csr, x, _: spmm_max(csr, x)[0],
+        lambda csr, x, _: spmm_max(csr, x)[1],
+        lambda csr, x, _: spmm_min(csr, x)[0],
+    ]
+    for operator in operators:
+        wide = operator(pattern, x, weight)
+        for first, end in ((0, 8), (8, 15), (39, 40)):  # whole vectors and parts of one
+            narrow = operator(pattern, x[:, first:end].contiguous(), weight)
+            assert torch.equal(narrow, wide[:, first:end])
+        begin, stop = int(pattern.indptr[41]), int(pattern.indptr[42])
+        alone = Csr(torch.tensor([0, stop - begin]), pattern.indices[begin:stop], 500)
+        row = operator(alone, x[:, :8].contiguous(), weight[begin:stop])
+        expected = wide[41, :8]
+        assert torch.equal(row[0], expected if wide.is_floating_point() else expected - begin)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["long", "long transposed"])
+def test_narrow_products_of_long_rows_are_the_reference_s(long_rows: Csr, backward: bool) -> None:
+    pattern = long_rows.transpose()[0] if backward else long_rows
+    x = _random(pattern.num_cols, 7, seed=0).requires_grad_()
+    grad = _random(pattern.num_rows, 7, seed=1)
+    for found, expected in (
+        (spmm_max(pattern, x)[0], reference.spmm_extreme(pattern, x, largest=True)[0]),
+        (spmm_mean(pattern, x), reference.spmm_mean(pattern, x)),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        a, b = (torch.autograd.grad(out, x, grad)[0] for out in (found, expected))
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
