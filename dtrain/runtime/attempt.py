@@ -165,12 +165,14 @@ class Attempt:
     def _record(self, action: Action, began: float, cpu: float) -> None:
         if self.number:
             return
-        self.seconds[action] = time.perf_counter() - began
+        ended, spent = time.perf_counter(), time.thread_time() - cpu
+        self.seconds[action] = ended - began
         compute, inputs = self.computes[action.stage], self._inputs[action.microbatch]
         self.work[action.stage, action.microbatch] = compute.work(inputs)
         compute.teach(self.links.model, action.kind, inputs, self.seconds[action])
-        spent = time.thread_time() - cpu
-        self.links.recorder.action(action, began, spent, inputs.blocks, compute.layer_seconds)
+        self.links.recorder.action(
+            action, (began, ended), spent, inputs.blocks, compute.layer_seconds
+        )
 
     def _key(self, kind: int, stage: int, microbatch: int) -> Key:
         return Key(kind + _ROUND * self.number, self.step, stage, microbatch)

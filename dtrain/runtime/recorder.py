@@ -72,12 +72,12 @@ class ActionRecorder:
     def action(
         self,
         action: Action,
-        began: float,
+        ran: tuple[float, float],
         cpu_s: float,
         blocks: Mapping[int, Block],
         layer_seconds: Sequence[tuple[int, float]],
     ) -> None:
-        """An action that began at ``began`` (of ``time.perf_counter``) has ended.
+        """An action has ended; ``ran``: its begin and end, of ``time.perf_counter``.
 
         ``cpu_s``: what ``time.thread_time`` advanced by meanwhile.
         """
@@ -87,7 +87,7 @@ class ActionRecorder:
             LayerRecord(i, blocks[i].nnz, blocks[i].num_src, blocks[i].num_dst, seconds)
             for i, seconds in layer_seconds
         )
-        record = ActionRecord(*action, began, time.perf_counter(), cpu_s, layers)
+        record = ActionRecord(*action, *ran, cpu_s, layers)
         self._current.actions.append(record)
 
     def phase(self, name: str, began: float) -> float:

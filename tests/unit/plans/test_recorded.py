@@ -77,10 +77,10 @@ def test_the_recorder_writes_committed_steps_and_forgets_discarded_ones() -> Non
     recorder = ActionRecorder(written.append)
     blocks: dict[int, Block] = {}
     recorder.begin(3, 1)
-    recorder.action(Action("F", 0, 0), 0.0, 0.0, blocks, [])
+    recorder.action(Action("F", 0, 0), (0.0, 1.0), 0.0, blocks, [])
     # A fault: the step is begun again under the next generation.
     recorder.begin(3, 2)
-    recorder.action(Action("F", 0, 1), 0.0, 0.0, blocks, [])
+    recorder.action(Action("F", 0, 1), (0.0, 1.0), 0.0, blocks, [])
     at = recorder.phase("sum", 1.0)
     recorder.commit()
     recorder.commit()
@@ -97,6 +97,6 @@ def test_a_recorder_that_is_switched_off_does_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr("dtrain.runtime.recorder.StepRecord", None)
     monkeypatch.setattr("dtrain.runtime.recorder.ActionRecord", None)
     recorder.begin(3, 1)
-    recorder.action(Action("F", 0, 0), 0.0, 0.0, {}, [(0, 1.0)])
+    recorder.action(Action("F", 0, 0), (0.0, 1.0), 0.0, {}, [(0, 1.0)])
     assert recorder.phase("sum", 1.0) > 1.0
     recorder.commit()
