@@ -20,6 +20,8 @@ from dtrain.scheduler.predict import Prediction, Span, predict
 
 _WARM_UP = 2
 """The first steps of a run compile and touch memory for the first time."""
+_ALIKE = 5
+"""Steps that tell what a step takes besides its actions."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +177,20 @@ class RecordedRun:
             layers = [i for s in held for i in self.layout.layers_of(s)]
             count = sum(self.shapes[i].parameters for i in layers)
             model.observe_sum(4 * count, len(held), self.sum_s(step))
-        for step in steps:
+        for step in self._alike(steps):
             costs = self.costs(step, model)
             found = predict(self.plan(step), costs)
             known_s = (found.step_ticks - costs.fixed_ticks) / TICKS_PER_S
             model.observe_step(known_s, self.measured_s(step))
+
+    def _alike(self, steps: Sequence[int]) -> list[int]:
+        """Those executed by the same workers as the last one, all if these are too few.
+
+        What a step takes besides its actions depends on what its workers send each other.
+        """
+        executors = {step: self.plan(step).executors for step in steps}
+        alike = [step for step in steps if executors[step] == executors[steps[-1]]]
+        return alike if len(alike) >= _ALIKE else list(steps)
 
     def prediction(self, step: int, model: CostModel) -> Prediction:
         """The step as ``model`` expects it."""

@@ -55,6 +55,26 @@ def test_an_action_takes_its_median_over_runs_that_all_have_it() -> None:
     ]
 
 
+def test_what_steps_take_besides_is_that_of_the_newest_assignment(
+    recorded_run: Callable[..., str],
+) -> None:
+    run = RecordedRun(recorded_run(steps=18))
+    files = [run.folder.path / f"actions-{w}.jsonl" for w in range(2)]
+    lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    for zero, one in zip(*lines, strict=True):
+        for record in (zero, one):
+            # Before step 8 each did the other's work, and all took half a second more.
+            record["end_s"] += 0.5 if record["step"] < 8 else 0.0
+    for file, own, other in zip(files, lines, reversed(lines), strict=True):
+        told = [b if a["step"] < 8 else a for a, b in zip(own, other, strict=True)]
+        file.write_text("".join(json.dumps(record) + "\n" for record in told))
+    run = RecordedRun(str(run.folder.path))
+    for count, overhead_s in [(12, 0.002), (11, 0.002), (10, 0.5)]:
+        model = CostModel()
+        run.teach(model, run.steps[:count])
+        assert model.overhead_s == pytest.approx(overhead_s, abs=0.005), count
+
+
 def test_steps_that_not_all_members_recorded_are_left_out(
     recorded_run: Callable[..., str],
 ) -> None:
