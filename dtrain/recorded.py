@@ -14,8 +14,8 @@ from dtrain.planning import costs_of_sizes, layout_of, model_shapes
 from dtrain.runfolder import RunFolder
 from dtrain.runtime.recorder import StepRecord, step_record, teach
 from dtrain.scheduler import Action, Layout, Plan, StepCosts
-from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape
-from dtrain.scheduler.costs import TICKS_PER_S
+from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape, sent_bytes
+from dtrain.scheduler.costs import TICKS_PER_S, Cluster
 from dtrain.scheduler.predict import Prediction, Span, predict
 
 _WARM_UP = 2
@@ -177,11 +177,34 @@ class RecordedRun:
             layers = [i for s in held for i in self.layout.layers_of(s)]
             count = sum(self.shapes[i].parameters for i in layers)
             model.observe_sum(4 * count, len(held), self.sum_s(step))
+            for num_bytes, seconds in self._waits(step):
+                model.observe_transfer(num_bytes, seconds)
         for step in self._alike(steps):
             costs = self.costs(step, model)
-            found = predict(self.plan(step), costs)
+            found = predict(self.plan(step), costs, links(model))
             known_s = (found.step_ticks - costs.fixed_ticks) / TICKS_PER_S
             model.observe_step(known_s, self.measured_s(step))
+
+    def _waits(self, step: int) -> list[tuple[int, float]]:
+        """Bytes of rows that a worker waited for, doing nothing, and seconds from when they were
+        computed until it went on with them."""
+        spans, sizes, found = self.spans(step), self.sizes(step), []
+        ends = {span.action: (w, span.end) for w, own in spans.items() for span in own}
+        for w, own in spans.items():
+            free = 0
+            for span in own:
+                kind, stage, m = span.action
+                # Activations come from the stage below, gradients from the one above.
+                lower = stage - 1 if kind == "F" else stage
+                sender, sent = ends.get(
+                    Action(kind, stage - 1 if kind == "F" else stage + 1, m), (w, 0)
+                )
+                if sender != w and free <= sent:
+                    last = self.layout.layers_of(lower)[-1]
+                    num_bytes = sent_bytes(self.shapes[last], sizes[m][last])
+                    found.append((num_bytes, (span.start - sent) / TICKS_PER_S))
+                free = span.end
+        return found
 
     def _alike(self, steps: Sequence[int]) -> list[int]:
         """Those executed by the same workers as the last one, all if these are too few.
@@ -194,7 +217,7 @@ class RecordedRun:
 
     def prediction(self, step: int, model: CostModel) -> Prediction:
         """The step as ``model`` expects it."""
-        return predict(self.plan(step), self.costs(step, model))
+        return predict(self.plan(step), self.costs(step, model), links(model))
 
     def compare(self, step: int, model: CostModel) -> Compared:
         """A step's predicted and measured times."""
@@ -207,6 +230,12 @@ class RecordedRun:
                 )
                 found.append(ActionTimes(was.action, predicted_s, measured_s, record.cpu_s))
         return Compared(step, expected.step_ticks / TICKS_PER_S, self.measured_s(step), found)
+
+
+def links(model: CostModel) -> Cluster:
+    """Workers with links between them as ``model`` has learnt that they are within a node."""
+    bandwidth, latency_s = model.link
+    return Cluster(bandwidth_bytes_s=bandwidth, latency_s=latency_s)
 
 
 def medians(runs: Sequence[Sequence[Compared]]) -> list[ActionTimes]:

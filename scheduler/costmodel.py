@@ -91,6 +91,7 @@ class CostModel:
         self._priors: dict[_Key, Coefficients] = {}
         self._overheads: deque[float] = deque(maxlen=_OVERHEADS)
         self._sums: deque[tuple[Coefficients, float]] = deque(maxlen=WINDOW)
+        self._transfers: deque[tuple[Coefficients, float]] = deque(maxlen=WINDOW)
 
     def observe(
         self,
@@ -130,8 +131,16 @@ class CostModel:
         self._sums.append(((0.0, 0.0, float(parameter_bytes), float(stages)), seconds))
         self._fits.clear()
 
+    def observe_transfer(self, num_bytes: int, seconds: float) -> None:
+        """Take in what passed from the end of an action to the next one's start elsewhere.
+
+        ``num_bytes``: of the rows that the other worker, which had nothing else to do, waited for.
+        """
+        self._transfers.append(((0.0, 0.0, float(num_bytes), 1.0), seconds))
+        self._fits.clear()
+
     def observe_step(self, predicted_s: float, measured_s: float) -> None:
-        """Take in a step's whole time beside that of its actions and sums as predicted."""
+        """Take in a step's time beside that of its actions, transfers and sums as predicted."""
         self._overheads.append(measured_s - predicted_s)
 
     @property
@@ -141,8 +150,14 @@ class CostModel:
 
     @property
     def overhead_s(self) -> float:
-        """What a step takes besides its actions and sums, at least 0."""
+        """What a step takes besides its actions, transfers and sums, at least 0."""
         return max(0.0, median(list(self._overheads))) if self._overheads else 0.0
+
+    @property
+    def link(self) -> tuple[float | None, float]:
+        """Bytes a second between workers, None where they take no time, and seconds besides."""
+        fit = self._fit(("transfer",), list(self._transfers), (0.0, 0.0, 0.0, 0.0))
+        return (1.0 / fit[2] if fit[2] > 0 else None), fit[3]
 
     def seconds(
         self, device: str, direction: Direction, shape: LayerShape, size: BlockSize

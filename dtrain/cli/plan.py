@@ -208,6 +208,7 @@ def _planned(
     if learn is not None:
         model, device = _learned(learn)
         origin = f"the recorded actions of {learn}"
+        cluster = _with_links(cluster, model)
     said = [f"costs from {origin}"]
     if parallel.stages == "auto":
         found = auto_stages(config, model, device, shapes, sizes, members, cluster)
@@ -223,6 +224,17 @@ def _planned(
         shown = _as_run(layout, members, lost, costs, cluster, policy, parallel.recompute)
     shown.why = "; ".join([shown.why, *said])
     return shown
+
+
+def _with_links(cluster: Cluster, model: CostModel) -> Cluster:
+    """The cluster with links as they were measured; ``--gbit-s`` stays for those between nodes."""
+    bandwidth, latency_s = model.link
+    return replace(
+        cluster,
+        bandwidth_bytes_s=cluster.bandwidth_bytes_s or bandwidth,
+        local_bandwidth_bytes_s=bandwidth,
+        latency_s=latency_s,
+    )
 
 
 def _as_run(

@@ -18,6 +18,7 @@ from dtrain.runfolder import RunFolder
 from dtrain.scheduler import make_plan
 from dtrain.scheduler.costmodel import BlockSize, LayerShape, step_costs
 from dtrain.scheduler.costmodel import CostModel as Model
+from dtrain.scheduler.costs import UNIFORM, Cluster
 from dtrain.scheduler.predict import predict
 
 
@@ -52,9 +53,12 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recorded_run(config_file: Path, tmp_path: Path) -> Callable[..., str]:
-    """Writes a run folder of two workers whose actions took just what :class:`Known` says."""
+    """Writes a run folder of two workers whose actions took just what :class:`Known` says.
 
-    def write(steps: int = 14, overhead_s: float = 0.002) -> str:
+    ``links``: how long their transfers took.
+    """
+
+    def write(steps: int = 14, overhead_s: float = 0.002, links: Cluster = UNIFORM) -> str:
         config = check_config(yaml.safe_load(config_file.read_text()), "of the test")
         folder = RunFolder(tmp_path / "run")
         store = GraphStore.open(config.data.store)
@@ -75,7 +79,7 @@ def recorded_run(config_file: Path, tmp_path: Path) -> Callable[..., str]:
         source, clock = batch_source(config, store), 100.0
         for step in range(steps):
             sizes = block_sizes(source, step, layout.microbatches)
-            found = predict(plan, step_costs(Known(), "cpu", shapes, layout.cuts, sizes))
+            found = predict(plan, step_costs(Known(), "cpu", shapes, layout.cuts, sizes), links)
             acted = clock + found.makespan / 1e9
             end = acted + 0.003 + overhead_s
             for w, spans in found.spans.items():

@@ -12,7 +12,7 @@ import pytest
 
 from dtrain import planview
 from dtrain.cli import main as cli
-from dtrain.scheduler import Layout, make_plan
+from dtrain.scheduler import Cluster, Layout, make_plan
 from dtrain.scheduler.relayout import replan_or_relayout
 
 
@@ -156,6 +156,17 @@ def test_costs_are_learnt_from_a_recorded_run(
     found = as_json(capsys, str(config_file), "--workers", "2", "--learn", folder)
     assert "the recorded actions of" in found["reason"]
     assert found["predicted_step_ms"] - found["makespan_ms"] == pytest.approx(503, abs=10)
+
+
+def test_links_are_learnt_from_a_recorded_run_unless_they_are_named(
+    config_file: Path, recorded_run: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = recorded_run(links=Cluster(latency_s=0.2))
+    words = [str(config_file), "--workers", "2", "--learn", folder]
+    words += ["--set", "parallel.rebalance=false"]
+    assert as_json(capsys, *words)["makespan_ms"] > 400
+    slow = as_json(capsys, *words, "--gbit-s", "0.001", "--per-node", "1")
+    assert slow["makespan_ms"] > as_json(capsys, *words, "--per-node", "1")["makespan_ms"] + 50
 
 
 def test_a_trace_has_every_action_of_every_picture(

@@ -13,7 +13,7 @@ from dtrain.recorded import ActionTimes, Compared, RecordedRun, medians, rank_co
 from dtrain.runtime.recorder import ActionRecorder, step_record
 from dtrain.scheduler import Action
 from dtrain.scheduler.costmodel import CostModel
-from dtrain.scheduler.costs import TICKS_PER_S
+from dtrain.scheduler.costs import TICKS_PER_S, Cluster
 
 
 def test_steps_are_predicted_from_others(recorded_run: Callable[..., str]) -> None:
@@ -36,6 +36,27 @@ def test_steps_are_predicted_from_others(recorded_run: Callable[..., str]) -> No
         for a in found.actions:
             took = spans[a.action].end - spans[a.action].start
             assert a.measured_s == pytest.approx(took / TICKS_PER_S)
+
+
+def test_links_are_learnt_from_what_waited_for_them(recorded_run: Callable[..., str]) -> None:
+    links = Cluster(bandwidth_bytes_s=2e8, latency_s=7e-4)
+    run = RecordedRun(recorded_run(steps=18, links=links))
+    model = CostModel()
+    assert model.link == (None, 0.0)
+    run.teach(model, run.steps[:12])
+    assert model.link == pytest.approx((2e8, 7e-4), rel=0.02)
+    assert model.overhead_s == pytest.approx(0.002, abs=5e-4)
+    for step in run.steps[12:]:
+        assert run.compare(step, model).error < 0.03
+
+
+def test_transfers_that_take_no_time_have_no_links(recorded_run: Callable[..., str]) -> None:
+    model = CostModel()
+    run = RecordedRun(recorded_run())
+    run.teach(model, run.steps)
+    bandwidth, latency_s = model.link
+    assert bandwidth is None
+    assert latency_s == pytest.approx(0.0, abs=1e-6)
 
 
 def test_an_action_takes_its_median_over_runs_that_all_have_it() -> None:
