@@ -1,4 +1,4 @@
-"""Sampled dense-dense product as one pass over the entries on the CPU."""
+"""Sampled dense-dense operators, each as one pass over the entries on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.kernels.arrays import flat_bits
+from dtrain.kernels.arrays import flat_bits, wide
 from dtrain.kernels.csr import Csr
 from dtrain.kernels.results import empty
 from dtrain.kernels.sddmm.tiles import dot_row
@@ -32,9 +32,30 @@ def sddmm_dot(csr: Csr, a: Tensor, b: Tensor) -> Tensor:
     return torch.from_numpy(out).to(a.dtype)
 
 
+def sddmm_add(csr: Csr, a: Tensor, b: Tensor) -> Tensor:
+    """As :func:`dtrain.kernels.sddmm.reference.sddmm_add`, for tensors on the CPU."""
+    near, far = wide(a).numpy(), wide(b).numpy()
+    out = empty((csr.nnz, near.shape[1]), near.dtype)
+    indptr, indices = csr.indptr.numpy(), csr.indices.numpy()
+
+    def loop(first: int, end: int) -> None:
+        _add_rows(first, end, indptr, indices, near, far, out)
+
+    over_rows(indptr, near.shape[1], loop)
+    return torch.from_numpy(out).to(a.dtype)
+
+
 @numba.njit(cache=True, nogil=True)
 def _dot_rows(
     first: Any, end: Any, indptr: Any, indices: Any, a: Any, b: Any, out: Any, width: Any
 ) -> None:
     for row in range(first, end):
         dot_row(a, b, indices, out, indptr[row], indptr[row + 1], width, row)
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_rows(first: Any, end: Any, indptr: Any, indices: Any, a: Any, b: Any, out: Any) -> None:
+    for row in range(first, end):
+        for k in range(indptr[row], indptr[row + 1]):
+            for h in range(out.shape[1]):
+                out[k, h] = a[row, h] + b[indices[k], h]

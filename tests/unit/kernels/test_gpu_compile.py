@@ -22,7 +22,7 @@ from dtrain.kernels.dropout import dropout
 from dtrain.kernels.edge_softmax import edge_softmax
 from dtrain.kernels.gat import gat
 from dtrain.kernels.maxk import maxk, spmm_maxk
-from dtrain.kernels.sddmm import sddmm_dot
+from dtrain.kernels.sddmm import sddmm_add, sddmm_dot
 from dtrain.kernels.spmm import spmm, spmm_max, spmm_mean
 
 pytestmark = pytest.mark.timeout(600)
@@ -35,6 +35,7 @@ CALLS: dict[str, Callable[[Csr, Tensor, Tensor], Tensor]] = {
     "max": lambda csr, x, weight: spmm_max(csr, x)[0],
     "one column": lambda csr, x, weight: spmm(csr, x[:, :1], weight),
     "sddmm": lambda csr, x, weight: sddmm_dot(csr, x, x),
+    "sddmm of sums": lambda csr, x, weight: sddmm_add(csr, x, x),
     "dropout": lambda csr, x, weight: dropout(x, 0.3, 2**63 + 5),
     "edge softmax": lambda csr, x, weight: edge_softmax(csr, torch.outer(weight, x[0, :8])),
     "gat": lambda csr, x, weight: gat(csr, x.view(-1, 8, 8), x[:, :8], x[:, 8:16], p=0.3, key=9),

@@ -22,7 +22,7 @@ from dtrain.kernels.gat.reference import Attention
 from dtrain.kernels.maxk import maxk, spmm_maxk
 from dtrain.kernels.maxk import reference as maxk_reference
 from dtrain.kernels.sddmm import reference as sddmm_reference
-from dtrain.kernels.sddmm import sddmm_dot
+from dtrain.kernels.sddmm import sddmm_add, sddmm_dot
 from dtrain.kernels.spmm import cusparse, reference, spmm, spmm_max, spmm_mean, spmm_min
 
 KEY = 2**63 + 12345
@@ -55,6 +55,7 @@ CASES: dict[str, tuple[Operator, Operator, tuple[int, ...]]] = {
         (0,),
     ),
     "sddmm": (sddmm_dot, sddmm_reference.sddmm_dot, (0, 0)),
+    "sddmm of sums": (sddmm_add, sddmm_reference.sddmm_add, (0, 0)),
     "edge softmax": (edge_softmax, softmax_reference.forward, (4,)),
     "gat": (
         lambda csr, x, *s: gat(csr, x.view(len(x), 2, 3), *s, p=0.4, key=KEY),

@@ -19,7 +19,7 @@ from dtrain.kernels.maxk import maxk, spmm_maxk
 from dtrain.kernels.maxk import reference as maxk_reference
 from dtrain.kernels.rows import gather_rows, scatter_rows, segment_reduce
 from dtrain.kernels.sddmm import reference as sddmm_reference
-from dtrain.kernels.sddmm import sddmm_dot
+from dtrain.kernels.sddmm import sddmm_add, sddmm_dot
 from dtrain.kernels.sparse_linear import reference as linear_reference
 from dtrain.kernels.sparse_linear import sparse_linear
 from dtrain.kernels.spmm import reference as spmm_reference
@@ -32,6 +32,10 @@ ATTENTION = {"slope": 0.2, "p": 0.4, "key": 2**63 + 12345}
 
 def _spmm_arguments(csr: Csr, width: int, dtype: torch.dtype) -> list[Tensor]:
     return [_random(csr.num_cols, width, dtype=dtype), _random(csr.nnz, dtype=dtype)]
+
+
+def _both_ends(csr: Csr, width: int, dtype: torch.dtype) -> list[Tensor]:
+    return [_random(n, width, dtype=dtype) for n in (csr.num_rows, csr.num_cols)]
 
 
 def _gat_arguments(csr: Csr, width: int, dtype: torch.dtype) -> list[Tensor]:
@@ -73,14 +77,8 @@ OPERATORS: dict[str, tuple[Operator, Operator, Callable[..., list[Tensor]]]] = {
         lambda csr, x: spmm_reference.spmm_extreme(csr, x, largest=False)[0],
         lambda *a: _spmm_arguments(*a)[:1],
     ),
-    "sddmm": (
-        sddmm_dot,
-        sddmm_reference.sddmm_dot,
-        lambda csr, width, dtype: [
-            _random(csr.num_rows, width, dtype=dtype),
-            _random(csr.num_cols, width, dtype=dtype),
-        ],
-    ),
+    "sddmm": (sddmm_dot, sddmm_reference.sddmm_dot, _both_ends),
+    "sddmm of sums": (sddmm_add, sddmm_reference.sddmm_add, _both_ends),
     "gat": (
         lambda csr, *a: gat(csr, *a),
         lambda csr, *a: gat_reference.forward(csr, *a, Attention(0.2, 0.0, 0))[0],
@@ -299,6 +297,9 @@ def test_wrong_weights_and_scores_are_refused(large: Csr) -> None:
         gat(large, x[:, None], torch.zeros(large.num_cols, 2), torch.zeros(large.num_rows, 1))
     with pytest.raises(ValueError, match="sddmm_dot: expected a"):
         sddmm_dot(large, x[:5], x)
+    for a, b in ((x[:5], x), (x, x[:, :1]), (x, x.double()), (x[:, 0], x)):
+        with pytest.raises(ValueError, match="sddmm_add: expected a"):
+            sddmm_add(large, a, b)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
