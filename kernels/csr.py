@@ -35,6 +35,7 @@ class Csr:
     _rows: Tensor | None = field(default=None, repr=False)
     _narrow: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     _used: bool = field(default=False, repr=False)
+    _arrays: tuple[Any, Any] | None = field(default=None, repr=False)
     _shares: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
     _ones: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
 
@@ -173,13 +174,16 @@ class Csr:
             self._narrow = self.indptr.int(), self.indices.int()
         return self._narrow
 
-    def for_loops(self) -> tuple[Tensor, Tensor]:
-        """``indptr`` and ``indices`` as loops on the CPU read them: :meth:`narrow` from the second
+    def for_loops(self) -> tuple[Any, Any]:
+        """``indptr`` and ``indices`` as arrays for loops on the CPU: :meth:`narrow` from the second
         time on, half the bytes. To make them for a block that is used once would cost more."""
-        if self._used:
-            return self.narrow()
-        self._used = True
-        return self.indptr, self.indices
+        if not self._used:
+            self._used = True
+            return self.indptr.numpy(), self.indices.numpy()
+        if self._arrays is None:
+            indptr, indices = self.narrow()
+            self._arrays = indptr.numpy(), indices.numpy()
+        return self._arrays
 
     def shares(self, dtype: torch.dtype) -> Tensor:
         """What each entry of the transposed pattern has of the mean of its row here, kept."""

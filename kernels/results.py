@@ -1,8 +1,8 @@
 """Memory for the results of compiled loops, used again when nobody holds a result any more.
 
-A fresh 100 MB are as many page faults, and zeros written by the system, as take longer than the
-sum that fills them where rows have two entries (a road network, F=256: 42 ms, and 25 in memory
-that was used before). The C library gives such blocks back to the system at once.
+The C library gives blocks above 32 MB back to the system at once. A fresh 100 MB are as many page
+faults, and zeros written by the system, as take longer than the sum that fills them where rows have
+two entries (a road network, F=256: 42 ms, and 25 in memory that was used before).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 _LINE = 64  # bytes: a row of 16 floats that begins with a line is read in one access
-_LARGE = 1 << 20
+_LARGE = 32 << 20
 _KEPT_BYTES = 512 << 20
 
 

@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numba
+import numpy as np
 import torch
 
 from dtrain.kernels.results import empty as empty
@@ -34,8 +36,8 @@ def thread_count() -> int:
 def over_rows(indptr: Any, work_per_entry: int, loop: Callable[[int, int], None]) -> None:
     """Call ``loop(first, end)`` for row ranges that cover a pattern, in parallel.
 
-    ``indptr``: int64 [num_rows + 1], by which the ranges are balanced: a row counts as its entries
-    and one more. ``work_per_entry``: elements touched for each.
+    ``indptr``: int32 or int64 [num_rows + 1], by which the ranges are balanced: a row counts as its
+    entries and one more. ``work_per_entry``: elements touched for each.
     """
     num_rows = len(indptr) - 1
     total = int(indptr[-1]) + num_rows
@@ -43,8 +45,7 @@ def over_rows(indptr: Any, work_per_entry: int, loop: Callable[[int, int], None]
     if parts <= 1:
         loop(0, num_rows)
         return
-    bounds = [0, *(_row_of(indptr, total * i // parts) for i in range(1, parts)), num_rows]
-    _run(bounds, loop)
+    _run(_bounds(indptr, total, parts).tolist(), loop)
 
 
 def over_range(size: int, work_per_item: int, loop: Callable[[int, int], None]) -> None:
@@ -64,16 +65,25 @@ def _parts(work: int) -> int:
     return threads * max(1, min(_RANGES, work // (threads * SERIAL_WORK)))
 
 
-def _row_of(indptr: Any, work: int) -> int:
-    """The first row before which there is at least ``work``."""
-    low, high = 0, len(indptr) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if int(indptr[middle]) + middle < work:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+@numba.njit(cache=True)
+def _bounds(indptr: Any, work: Any, parts: Any) -> Any:
+    """Rows at which ranges of a pattern begin that have about ``work / parts`` each, and the end.
+
+    A search in Python took as long as a small product: 8 ranges of 10,000 rows 30 microseconds.
+    """
+    num_rows = indptr.size - 1
+    bounds = np.empty(parts + 1, np.int64)
+    bounds[0], bounds[parts] = 0, num_rows
+    for i in range(1, parts):
+        low, high = 0, num_rows
+        while low < high:
+            middle = (low + high) // 2
+            if indptr[middle] + middle < work * i // parts:
+                low = middle + 1
+            else:
+                high = middle
+        bounds[i] = low
+    return bounds
 
 
 def _run(bounds: list[int], loop: Callable[[int, int], None]) -> None:

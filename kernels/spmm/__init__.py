@@ -28,6 +28,8 @@ def spmm(csr: Csr, x: Tensor, weight: Tensor | None = None) -> Tensor:
     _check(csr, x)
     if weight is not None and weight.shape != (csr.nnz,):
         raise ValueError(f"spmm: expected weight [{csr.nnz}], got {list(weight.shape)}")
+    if not _differentiated(x, weight):
+        return weighted_sum(csr, x, weight)
     summed: Tensor = call(_Spmm, x, csr) if weight is None else call(_WeightedSpmm, x, weight, csr)
     return summed
 
@@ -35,7 +37,7 @@ def spmm(csr: Csr, x: Tensor, weight: Tensor | None = None) -> Tensor:
 def spmm_mean(csr: Csr, x: Tensor) -> Tensor:
     """Mean of the source rows of every destination; shapes and errors as :func:`spmm`."""
     _check(csr, x)
-    mean: Tensor = call(_SpmmMean, x, csr)
+    mean: Tensor = call(_SpmmMean, x, csr) if _differentiated(x) else _backend(x).spmm_mean(csr, x)
     return mean
 
 
@@ -69,7 +71,7 @@ def spmm_max_values(csr: Csr, x: Tensor) -> Tensor:
     Raises:
         ValueError: shapes that do not fit the pattern.
     """
-    if torch.is_grad_enabled() and x.requires_grad:
+    if _differentiated(x):
         return spmm_max(csr, x)[0]
     _check(csr, x)
     values: Tensor = _backend(x).extreme_values(csr, x, largest=True)
@@ -143,6 +145,11 @@ class _SpmmExtreme(Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         (argument,) = ctx.saved_tensors
         return _backend(grad).spmm_extreme_backward(ctx.csr, grad, argument), None, None
+
+
+def _differentiated(*inputs: Tensor | None) -> bool:
+    """Whether autograd has to know of a result: asking it anyway costs as much as a small sum."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _backend(x: Tensor) -> Any:

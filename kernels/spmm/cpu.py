@@ -51,7 +51,7 @@ def spmm_extreme_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
     transposed, perm = csr.transpose()
     source, width = wide(grad).numpy(), grad.shape[1]
     out = empty((csr.num_cols, width), source.dtype)
-    indptr, indices = (t.numpy() for t in transposed.for_loops())
+    indptr, indices = transposed.for_loops()
     fixed = (indptr, indices, perm.numpy(), array(argument).reshape(-1), source.reshape(-1))
 
     def loop(first: int, end: int) -> None:
@@ -64,7 +64,7 @@ def spmm_extreme_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
 def _summed(csr: Csr, x: Tensor, weight: Tensor | None, *, mean: bool) -> Tensor:
     source, width = flat_bits(x), x.shape[1]
     out = empty((csr.num_rows, width), _result_type(x))
-    indptr, indices = (t.numpy() for t in csr.for_loops())
+    indptr, indices = csr.for_loops()
     numbers = None
     if weight is not None:
         numbers = array(weight.to(torch.float64 if out.dtype == np.float64 else torch.float32))
@@ -80,7 +80,7 @@ def _best(csr: Csr, x: Tensor, argument: Any, *, largest: bool) -> Tensor:
     """Extreme values; their entries are written to ``argument`` unless that is None."""
     source, width = flat_bits(x), x.shape[1]
     out = empty((csr.num_rows, width), _result_type(x))
-    indptr, indices = (t.numpy() for t in csr.for_loops())
+    indptr, indices = csr.for_loops()
     if csr.nnz == 0:
         out[:] = 0
         if argument is not None:

@@ -17,7 +17,8 @@ LARGE = (1 << 20, 2)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept() -> Iterator[None]:
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(results, "_LARGE", 1 << 20)
     results.release()
     yield
     results.release()
