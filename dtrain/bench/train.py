@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,15 @@ class TrainReport:
     """``seeds_per_s``: medians by contender. ``seeds_per_s_vs_pyg``: one process each, all cores.
 
     ``pipeline_vs_ddp``: 4 workers of dtrain in 2 stages over 4 processes of torch's
-    DistributedDataParallel with the same layers, sampler, kernels and cores. None: not measured.
+    DistributedDataParallel with the same layers, sampler, kernels and cores. Every worker holds
+    both stages, so that the scheduler may give whole microbatches to each. ``staged_vs_ddp``: the
+    same with two holders of each stage, between which activations travel. None: not measured.
     """
 
     seeds_per_s: dict[str, float]
     seeds_per_s_vs_pyg: float | None
     pipeline_vs_ddp: float | None
+    staged_vs_ddp: float | None
     pyg_way: str | None
     threads: int
     rows: list[Row]
@@ -66,12 +70,13 @@ def bench_train(
     store = folder / "store"
     write_store(str(store), skewed(nodes), partitions=4, partitioner="range")
     contenders: dict[str, Callable[[int], tuple[float, str]]] = {
-        "dtrain": lambda turn: _ours(folder, store, turn, 1, 1, threads, steps)
+        "dtrain": lambda turn: _ours(folder, store, turn, _Shape(1, 1, 1), threads, steps)
     }
     if "pyg" in installed(against):
         contenders["pyg"] = lambda _: _peer("pyg", store, threads, steps, 1)
     if pipeline:
-        contenders["dtrain pipeline"] = lambda turn: _ours(folder, store, turn, 4, 2, 1, steps)
+        for name, shape in _PIPELINES.items():
+            contenders[name] = partial(_pipeline, folder, store, shape, steps)
         contenders["ddp"] = lambda _: _peer("ddp", store, 1, steps, 4)
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     ways = {}
@@ -83,16 +88,14 @@ def bench_train(
     speeds: dict[str, float] = {
         name: round(statistics.median(values)) for name, values in taken.items()
     }
-    rows = [
-        _row(speeds, ours, peer, ways)
-        for ours, peer in (("dtrain", "pyg"), ("dtrain pipeline", "ddp"))
-        if peer in speeds
-    ]
+    pairs = [("dtrain", "pyg"), *((name, "ddp") for name in _PIPELINES)]
+    rows = [_row(speeds, ours, peer, ways) for ours, peer in pairs if peer in speeds]
     ratios = {row.op: row.ratio for row in rows}
     return TrainReport(
         speeds,
         ratios.get("train dtrain"),
         ratios.get("train dtrain pipeline"),
+        ratios.get("train dtrain staged"),
         ways.get("pyg"),
         threads,
         rows,
@@ -106,10 +109,25 @@ def _row(speeds: dict[str, float], ours: str, peer: str, ways: dict[str, str]) -
     return Row(f"train {ours}", SYNTHETIC, shape, ms, name, peer_ms, round(peer_ms / ms, 2))
 
 
+@dataclass(frozen=True)
+class _Shape:
+    workers: int
+    stages: int
+    holders: int
+
+
+_PIPELINES = {"dtrain pipeline": _Shape(4, 2, 4), "dtrain staged": _Shape(4, 2, 2)}
+
+
+def _pipeline(folder: Path, store: Path, shape: _Shape, steps: int, turn: int) -> tuple[float, str]:
+    return _ours(folder, store, turn, shape, 1, steps)
+
+
 def _ours(
-    folder: Path, store: Path, turn: int, workers: int, stages: int, threads: int, steps: int
+    folder: Path, store: Path, turn: int, shape: _Shape, threads: int, steps: int
 ) -> tuple[float, str]:
-    run_dir = folder / f"run-{workers}-{turn}"
+    workers = shape.workers
+    run_dir = folder / f"run-{workers}-{shape.holders}-{turn}"
     run_dir.mkdir()
     config: dict[str, Any] = {
         "data": {"store": str(store)},
@@ -123,7 +141,8 @@ def _ours(
         "sampler": {"name": "neighbor", "fanouts": list(FANOUTS)},
         "train": {"max_steps": _WARM_UP + steps, "batch_size": BATCH},
         "parallel": {
-            "stages": stages,
+            "stages": shape.stages,
+            "redundancy": shape.holders,
             "microbatches": workers,
             "threads_per_worker": threads,
         },
@@ -139,7 +158,8 @@ def _ours(
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     done = [m for m in map(json.loads, lines) if "loss" in m][_WARM_UP - 1 :]
     seconds = done[-1]["time"] - done[0]["time"]
-    return sum(m["seeds"] for m in done[1:]) / seconds, f"{workers} workers, {stages} stages"
+    way = f"{workers} workers, {shape.stages} stages, {shape.holders} holders of each"
+    return sum(m["seeds"] for m in done[1:]) / seconds, way
 
 
 def _peer(peer: str, store: Path, threads: int, steps: int, processes: int) -> tuple[float, str]:

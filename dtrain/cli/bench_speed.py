@@ -128,3 +128,4 @@ def train(
         typer.echo(f"{name:16} {speed:9.0f} seeds/s")
     typer.echo(f"dtrain / pyg ({report.pyg_way}): {report.seeds_per_s_vs_pyg}")
     typer.echo(f"pipeline / ddp: {report.pipeline_vs_ddp}")
+    typer.echo(f"pipeline with two holders a stage / ddp: {report.staged_vs_ddp}")
