@@ -19,6 +19,7 @@ from torch import Tensor
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.kernels.csr import SparseRows
+from dtrain.kernels.rows.stored import StoredRows
 
 
 class Features(Protocol):
@@ -26,6 +27,10 @@ class Features(Protocol):
 
     def gather_features(self, nodes: NDArray[np.int64]) -> Tensor | SparseRows:
         """As :meth:`dtrain.data.store.GraphStore.gather_features`."""
+        ...
+
+    def stored_features(self, nodes: NDArray[np.int64]) -> StoredRows | None:
+        """The same rows where they lie in one matrix, None where they do not."""
         ...
 
 
@@ -81,6 +86,9 @@ class FeatureCache:
             self.use.rows += len(nodes)
             self.use.hits += len(nodes) - count
         return out
+
+    def stored_features(self, nodes: NDArray[np.int64]) -> None:
+        """None: the rows lie in two places."""
 
     def _filled(self) -> NDArray[np.int32]:
         """int32 [N]: where each node's row lies here, -1 for nowhere."""

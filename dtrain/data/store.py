@@ -27,6 +27,7 @@ from dtrain.data.meta import (
 from dtrain.data.ranged import CachedFile, RangedArray
 from dtrain.errors import DtrainError
 from dtrain.kernels.csr import Csr, SparseRows
+from dtrain.kernels.rows.stored import StoredRows
 
 __all__ = ["GraphMeta", "GraphStore", "Split"]
 
@@ -144,24 +145,39 @@ class GraphStore:
         Dense: a fresh float32 tensor [n, F]. CSR: :class:`SparseRows` of shape [n, F] with float32
         values. Raises IndexError for a node outside [0, N).
         """
+        nodes = self._checked(nodes)
+        if self.meta.feature_format == "dense":
+            return self._gather_dense(nodes)
+        return self._gather_sparse(nodes)
+
+    def stored_features(self, nodes: NDArray[np.int64]) -> StoredRows | None:
+        """The same rows where they lie, a remote store's once they have been fetched.
+
+        None where they are sparse, or stored in another order or type than float32. Raises
+        IndexError for a node outside [0, N).
+        """
+        features, nodes = self._features[0], self._checked(nodes)
+        data = features.data
+        if self.meta.feature_format != "dense" or data.dtype != np.float32:
+            return None
+        features.require(nodes, nodes + 1)
+        return StoredRows(data, nodes) if data.flags.c_contiguous else None
+
+    def _checked(self, nodes: NDArray[np.int64]) -> NDArray[np.int64]:
         nodes = np.ascontiguousarray(nodes, dtype=np.int64)
         if len(nodes) and (nodes.min() < 0 or nodes.max() >= self.num_nodes):
             raise IndexError(
                 f"nodes: expected ids in [0, {self.num_nodes}), got {nodes.min()}...{nodes.max()}"
             )
-        if self.meta.feature_format == "dense":
-            return self._gather_dense(nodes)
-        return self._gather_sparse(nodes)
+        return nodes
 
     def _gather_dense(self, nodes: NDArray[np.int64]) -> Tensor:
         features = self._features[0]
         features.require(nodes, nodes + 1)
-        out = torch.empty((len(nodes), self.meta.num_features), dtype=torch.float32)
         if features.data.dtype == np.float32:
-            # mode="clip" lets numpy write straight into the tensor; the ids were checked above.
-            np.take(features.data, nodes, axis=0, out=out.numpy(), mode="clip")
-        else:
-            out.numpy()[...] = features.data[nodes]
+            return StoredRows(features.data, nodes).gather()
+        out = torch.empty((len(nodes), self.meta.num_features), dtype=torch.float32)
+        out.numpy()[...] = features.data[nodes]
         return out
 
     def _gather_sparse(self, nodes: NDArray[np.int64]) -> SparseRows:

@@ -10,7 +10,7 @@ from dtrain.config import ModelConfig
 from dtrain.kernels.bias_relu import bias_relu_
 from dtrain.kernels.csr import SparseRows
 from dtrain.kernels.sparse_linear import sparse_linear
-from dtrain.models.layer import State
+from dtrain.models.layer import Prepared, State
 
 Rows = Tensor | SparseRows
 
@@ -83,8 +83,11 @@ def rows_of(state: State) -> Rows:
     """The layer's input as one matrix.
 
     Raises:
-        TypeError: the layer before returned a tuple, which only the user's own layers may pass on.
+        TypeError: the layer before returned a tuple, which only the user's own layers may pass on,
+            or it is what another layer prepared.
     """
+    if isinstance(state, Prepared):
+        raise TypeError("expected one matrix of rows, got what another layer prepared")
     if isinstance(state, tuple):
         raise TypeError(f"expected one matrix of rows, got a tuple of {len(state)} tensors")
     return state

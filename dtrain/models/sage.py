@@ -10,8 +10,9 @@ from dtrain.config import ModelConfig
 from dtrain.data.block import Block
 from dtrain.kernels.dropout import dropout
 from dtrain.kernels.own_mean import own_mean
+from dtrain.kernels.rows.stored import StoredRows
 from dtrain.kernels.spmm import spmm_max, spmm_mean
-from dtrain.models.layer import LayerContext, State
+from dtrain.models.layer import LayerContext, Prepared, State
 from dtrain.models.parts import Linear, Rows, Tail, dense, head, linear, rows_of, widths
 
 _PRODUCTS = 16
@@ -43,23 +44,46 @@ class SageLayer(nn.Module):
         self.tail = tail
 
     def forward(self, block: Block, state: State, ctx: LayerContext) -> Tensor:
-        """``state``: float or sparse [num_src, in_features]; returns [num_dst, out_features].
+        """``state``: float or sparse [num_src, in_features], or what :meth:`prepare` made of it;
+        returns [num_dst, out_features].
 
         With the maximum, sparse rows are made dense: zeros take part in it.
         """
-        rows = rows_of(state)
-        h, bias = self._combined(block, rows, ctx), self.own.bias
+        bias = self.own.bias
         assert bias is not None
+        rows: Rows
+        if isinstance(state, Prepared):
+            h, rows = self._projected(state.rows), state.rows[:, : self.in_features]
+        else:
+            rows = rows_of(state)
+            h = self._combined(block, rows, ctx)
         return h + bias if self.tail is None else self.tail(h, rows, bias)
+
+    def prepare(self, block: Block, x: Tensor | StoredRows, ctx: LayerContext) -> Prepared | None:
+        """Own rows and means side by side, where the mean runs first and they are fewer than the
+        sources' rows; not where the residual wants rows without dropout.
+
+        As :meth:`dtrain.models.layer.PreparingLayer.prepare`.
+        """
+        wants_rows = self.p > 0 and self.tail is not None and self.tail.residual
+        fewer = 2 * block.num_dst <= block.num_src
+        if self.aggregator != "mean" or wants_rows or not (fewer and self.mean_first(block)):
+            return None
+        return Prepared(own_mean(block.csr, x, self.p, ctx.subkey(0), ctx.training))
+
+    def _projected(self, both: Tensor) -> Tensor:
+        # Own rows and means side by side are one product with the weights one below the other.
+        weight = torch.cat([self.own.weight, self.neighbor.weight])
+        return both.to(weight.dtype) @ weight
 
     def _combined(self, block: Block, rows: Rows, ctx: LayerContext) -> Tensor:
         """[num_dst, out_features], without the bias."""
         own, neighbor = self.own.weight, self.neighbor.weight
         key = ctx.subkey(0)
         if isinstance(rows, Tensor) and self.aggregator == "mean" and self.mean_first(block):
-            # Own rows and means side by side are one product with the weights one below the other.
-            both = own_mean(block.csr, rows.to(own.dtype), self.p, key, ctx.training)
-            return both @ torch.cat([own, neighbor])
+            return self._projected(
+                own_mean(block.csr, rows.to(own.dtype), self.p, key, ctx.training)
+            )
         x = dropout(rows, self.p, key, ctx.training)
         if self.aggregator == "max":
             values, _ = spmm_max(block.csr, dense(x).to(neighbor.dtype))

@@ -18,14 +18,11 @@ from torch.nn import functional
 from dtrain.data.block import Block
 from dtrain.errors import DtrainError
 from dtrain.kernels.csr import SparseRows
-from dtrain.kernels.rng import derive_key
-from dtrain.models.layer import LayerContext, State
+from dtrain.models.layer import LayerContext, Prepared, State, layer_key
 from dtrain.runtime.engine import StageEngine
 from dtrain.runtime.inputs import MicrobatchInputs
 from dtrain.scheduler.costmodel import BlockSize, CostModel, Direction, LayerShape
 from dtrain.scheduler.plan import Kind
-
-_LAYER_TAG = 0x4C41594552
 
 Rows = tuple[Tensor, ...]
 
@@ -188,6 +185,8 @@ class StageCompute:
         features = inputs.features
         assert features is not None
         dtype = self._engine.compute_dtype
+        if isinstance(features, Prepared):
+            return features.map(lambda rows: rows.to(dtype))
         if isinstance(features, SparseRows):
             return SparseRows(features.csr, features.values.to(dtype))
         return features.to(dtype)
@@ -201,13 +200,13 @@ class StageCompute:
         state: State,
         flight: _InFlight,
     ) -> State:
-        key = derive_key(self._seed, _LAYER_TAG, step, microbatch, index)
+        key = layer_key(self._seed, step, microbatch, index)
         # A user's layer may draw from torch's own generator: then from the same place everywhere.
         torch.default_generator.manual_seed(key >> 1)
         if torch.cuda.is_available():
             torch.cuda.manual_seed(key >> 1)
         leaves: Rows = ()
-        if not isinstance(state, SparseRows):
+        if not isinstance(state, SparseRows | Prepared):
             rows = state if isinstance(state, tuple) else (state,)
             leaves = tuple(
                 t.detach().requires_grad_(index > 0 and t.is_floating_point()) for t in rows

@@ -510,7 +510,9 @@ class Generation:
     def _fetcher(self, plan: Plan, between: Callable[[], None] = lambda: None) -> InputFetcher:
         job = self.around.job
         me = self.around.me.worker
-        return InputFetcher(job.source, job.store, plan, me, job.device, job.features, between)
+        return InputFetcher(
+            job.source, job.store, plan, me, job.device, job.features, job.prepare, between
+        )
 
     def prefetcher(self, former: Prefetcher | None = None) -> Prefetcher:
         """Inputs of all steps from the current one on; ``former``: an ended one, to be followed."""

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dtrain.data.batches import BatchSource
@@ -14,10 +16,15 @@ from dtrain.data.block import Block
 from dtrain.data.features import Features
 from dtrain.data.store import GraphStore
 from dtrain.kernels.csr import SparseRows
+from dtrain.kernels.rows.stored import StoredRows
+from dtrain.models.layer import Prepared
 from dtrain.runtime.fault import FaultFlag
 from dtrain.runtime.staging import Arrival, SideStream, side_stream
 from dtrain.runtime.turns import CoreTurns
 from dtrain.scheduler import Plan
+
+Prepare = Callable[[int, int, Block, Tensor | StoredRows], Prepared | None]
+"""Of step, microbatch, block and features: as :meth:`dtrain.models.layer.PreparingLayer.prepare`"""
 
 
 @dataclass
@@ -26,13 +33,14 @@ class MicrobatchInputs:
 
     ``blocks``: layer -> block, for the layers of the stages that the worker executes on it (and
     those between). ``features``: rows for the sources of layer 0, float32 [num_src, F] or sparse,
-    where the worker executes stage 0, else None. ``labels``: int64 [B] of the seeds and
-    ``seed_rows``: int64 [B], their rows among the last layer's destinations, where it executes the
-    last stage, else None. ``arrival``: set while they may still be on their way to the device.
+    or what that layer prepared of them, where the worker executes stage 0, else None. ``labels``:
+    int64 [B] of the seeds and ``seed_rows``: int64 [B], their rows among the last layer's
+    destinations, where it executes the last stage, else None. ``arrival``: set while they may still
+    be on their way to the device.
     """
 
     blocks: dict[int, Block]
-    features: Tensor | SparseRows | None
+    features: Tensor | SparseRows | Prepared | None
     labels: Tensor | None
     seed_rows: Tensor | None
     arrival: Arrival | None = None
@@ -41,7 +49,7 @@ class MicrobatchInputs:
         """The same inputs of tensors that ``move`` made of ours."""
         features, labels, rows = self.features, self.labels, self.seed_rows
         if features is not None:
-            features = features.map(move) if isinstance(features, SparseRows) else move(features)
+            features = move(features) if isinstance(features, Tensor) else features.map(move)
         return MicrobatchInputs(
             {layer: block.map(move) for layer, block in self.blocks.items()},
             features,
@@ -71,8 +79,8 @@ class MicrobatchInputs:
 class InputFetcher:
     """Makes :class:`MicrobatchInputs`, a pure function of step, microbatch and plan.
 
-    ``features``: where feature rows come from, ``store`` if not given. ``between``: called between
-    sampling and gathering.
+    ``features``: where feature rows come from, ``store`` if not given. ``prepare``: what layer 0
+    makes of them ahead of its turn, if it does. ``between``: called between sampling and gathering.
     """
 
     def __init__(
@@ -83,12 +91,14 @@ class InputFetcher:
         worker: int,
         device: torch.device,
         features: Features | None = None,
+        prepare: Prepare | None = None,
         between: Callable[[], None] = lambda: None,
     ) -> None:
         self._between = between
         self._source = source
         self._store = store
         self._features: Features = store if features is None else features
+        self._prepare = prepare
         self._device = device
         self._side = side_stream(device)
         self._cuts = plan.layout.cuts
@@ -131,13 +141,27 @@ class InputFetcher:
         blocks = {first_layer + i: block for i, block in enumerate(sample.blocks)}
         features = labels = rows = None
         if min(stages) == 0:
-            features = self._features.gather_features(sample.input_nodes)
+            features = self._input(step, microbatch, blocks[0], sample.input_nodes)
         if max(stages) == len(self._cuts) - 2:
             labels = torch.from_numpy(self._store.labels[sample.seeds].astype("int64"))
             rows = sample.seed_rows
             if rows is None:
                 rows = torch.arange(len(sample.seeds))
         return MicrobatchInputs(blocks, features, labels, rows)
+
+    def _input(
+        self, step: int, microbatch: int, block: Block, nodes: NDArray[np.int64]
+    ) -> Tensor | SparseRows | Prepared:
+        if self._prepare is None:
+            return self._features.gather_features(nodes)
+        stored = self._features.stored_features(nodes)
+        x = self._features.gather_features(nodes) if stored is None else stored
+        if isinstance(x, SparseRows):
+            return x
+        prepared = self._prepare(step, microbatch, block, x)
+        if prepared is not None:
+            return prepared
+        return x if isinstance(x, Tensor) else x.gather()
 
 
 class Prefetcher:

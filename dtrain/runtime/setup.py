@@ -7,16 +7,20 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.config import Config
 from dtrain.data.batches import BatchSource
+from dtrain.data.block import Block
 from dtrain.data.budget import Budget
 from dtrain.data.features import FeatureCache, Features, cache_bytes, rows_within
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
+from dtrain.kernels.rows.stored import StoredRows
 from dtrain.models.build import build_layers
+from dtrain.models.layer import LayerContext, Prepared, PreparingLayer, layer_key
 from dtrain.planning import batch_source, block_sizes, job_layout, layer_shape, within_memory
+from dtrain.runtime.inputs import Prepare
 from dtrain.scheduler import Layout
 from dtrain.scheduler.costmodel import BlockSize, LayerShape
 
@@ -52,6 +56,25 @@ class Job:
         """The model's layers anew, with their initial weights."""
         meta, config = self.store.meta, self.config
         return build_layers(config.model, meta.num_features, meta.num_classes, config.seed)
+
+    @property
+    def prepare(self) -> Prepare | None:
+        """What layer 0 makes of a microbatch's features ahead of its turn, if it does.
+
+        Not where they are kept from step to step: they must not hold one step's random decisions.
+        """
+        layer, seed = self.layers[0], self.config.seed
+        if self.source.static or not isinstance(layer, PreparingLayer):
+            return None
+
+        def prepare(
+            step: int, microbatch: int, block: Block, x: Tensor | StoredRows
+        ) -> Prepared | None:
+            return layer.prepare(
+                block, x, LayerContext(layer_key(seed, step, microbatch, 0), training=True)
+            )
+
+        return prepare
 
     @cached_property
     def shapes(self) -> list[LayerShape]:

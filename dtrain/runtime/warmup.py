@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dtrain.kernels.csr import SparseRows
 from dtrain.models.layer import LayerContext, State
@@ -24,6 +25,9 @@ def warm_up(job: Job) -> None:
     blocks, elsewhere = sample.blocks, job.device.type != "cpu"
     if elsewhere:
         features, blocks = features.to(job.device), [block.to(job.device) for block in blocks]
+    if job.prepare is not None and isinstance(features, Tensor):
+        stored = job.features.stored_features(sample.input_nodes)
+        job.prepare(0, first, sample.blocks[0], features if stored is None else stored)
     state: State = features
     total = torch.zeros((), device=job.device)
     for index, (layer, block) in enumerate(zip(job.fresh_layers(), blocks, strict=True)):

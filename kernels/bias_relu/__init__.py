@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.kernels import dispatch
 from dtrain.kernels.autograd import call
-from dtrain.kernels.bias_relu import cpu
 
 
 def bias_relu_(h: Tensor, bias: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ def bias_relu_(h: Tensor, bias: Tensor) -> Tensor:
 class _BiasRelu(Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor) -> Tensor:
-        cpu.bias_relu_(h, bias)
+        _loops(h).bias_relu_(h, bias)
         ctx.mark_dirty(h)
         ctx.save_for_backward(h)
         return h
@@ -44,4 +43,9 @@ class _BiasRelu(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         (activated,) = ctx.saved_tensors
-        return cpu.bias_relu_backward(activated, grad)
+        gradients: tuple[Tensor, Tensor] = _loops(grad).bias_relu_backward(activated, grad)
+        return gradients
+
+
+def _loops(x: Tensor) -> Any:
+    return dispatch.implementation("bias_relu", x)

@@ -18,24 +18,30 @@ from dtrain.kernels.csr import Csr
 from dtrain.kernels.dropout import dropout
 from dtrain.kernels.dropout.reference import keep_threshold
 from dtrain.kernels.own_mean.tiles import forward_row, gradient_row
+from dtrain.kernels.rows.stored import StoredRows
 from dtrain.kernels.threads import empty, over_rows
 
 
-def own_mean(csr: Csr, x: Tensor, p: float, key: int) -> Tensor:
+def own_mean(csr: Csr, x: Tensor | StoredRows, p: float, key: int) -> Tensor:
     """As :func:`dtrain.kernels.own_mean.reference.own_mean`, for tensors on the CPU."""
     if p and csr.nnz + csr.num_rows > 2 * csr.num_cols:
         # Most rows are read several times: their masks are drawn once, not at each reading.
-        x, p = dropout(x.detach(), p, key), 0.0
-    source, width = flat_bits(x), x.shape[1]
-    out = empty((csr.num_rows, 2 * width), _computed(x))
+        gathered = x.gather() if isinstance(x, StoredRows) else x.detach()
+        x, p = dropout(gathered, p, key), 0.0
+    width = x.shape[1]
+    if isinstance(x, StoredRows):
+        source, names, dtype = x.matrix.reshape(-1), x.rows, torch.float32
+    else:
+        source, names, dtype = flat_bits(x), None, x.dtype
+    out = empty((csr.num_rows, 2 * width), _computed(dtype))
     indptr, indices = csr.indptr.numpy(), csr.indices.numpy()
     mask = _mask_numbers(p, key, out.dtype)
 
     def loop(first: int, end: int) -> None:
-        _forward(first, end, indptr, indices, source, out.reshape(-1), width, *mask)
+        _forward(first, end, indptr, indices, source, names, out.reshape(-1), width, *mask)
 
     over_rows(indptr, width, loop)
-    return torch.from_numpy(out).to(x.dtype)
+    return torch.from_numpy(out).to(dtype)
 
 
 def own_mean_backward(csr: Csr, grad: Tensor, p: float, key: int) -> Tensor:
@@ -47,7 +53,7 @@ def own_mean_backward(csr: Csr, grad: Tensor, p: float, key: int) -> Tensor:
         return grad.new_zeros(csr.num_cols, grad.shape[1] // 2)
     transposed, _ = csr.transpose()
     given, width = flat_bits(grad), grad.shape[1] // 2
-    out = empty((csr.num_cols, width), _computed(grad))
+    out = empty((csr.num_cols, width), _computed(grad.dtype))
     share = 1.0 / csr.row_counts().clamp(min=1).numpy()
     share = share.astype(out.dtype, copy=False)
     indptr, rows = transposed.indptr.numpy(), transposed.indices.numpy()
@@ -62,8 +68,8 @@ def own_mean_backward(csr: Csr, grad: Tensor, p: float, key: int) -> Tensor:
     return torch.from_numpy(out).to(grad.dtype)
 
 
-def _computed(x: Tensor) -> Any:
-    return np.float64 if x.dtype == torch.float64 else np.float32
+def _computed(dtype: torch.dtype) -> Any:
+    return np.float64 if dtype == torch.float64 else np.float32
 
 
 def _mask_numbers(p: float, key: int, dtype: Any) -> tuple[Any, ...]:
@@ -79,6 +85,7 @@ def _forward(
     indptr: Any,
     indices: Any,
     x: Any,
+    names: Any,
     out: Any,
     width: Any,
     dropped: Any,
@@ -89,9 +96,13 @@ def _forward(
     for row in range(first, end):
         start, stop = indptr[row], indptr[row + 1]
         if dropped:
-            forward_row(x, indices, out, start, stop, width, row, key, threshold, scale, True)
+            forward_row(
+                x, names, indices, out, start, stop, width, row, key, threshold, scale, True
+            )
         else:
-            forward_row(x, indices, out, start, stop, width, row, key, threshold, scale, False)
+            forward_row(
+                x, names, indices, out, start, stop, width, row, key, threshold, scale, False
+            )
 
 
 @numba.njit(cache=True, nogil=True)

@@ -27,6 +27,7 @@ _GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 def forward_row(
     typing: Any,
     x: Any,
+    names: Any,
     indices: Any,
     out: Any,
     start: Any,
@@ -41,20 +42,25 @@ def forward_row(
     """``out[row] = [y[row] | mean(y[indices[k]])]`` for entries k in [start, stop), flat arrays.
 
     ``y`` is ``x``, of which with ``dropped`` (a literal) element ``i`` is scaled if
-    ``mix64(key, i) >= threshold`` and else zero.
+    ``mix64(key, i) >= threshold`` and else zero. Row ``r`` of ``x`` is stored as row ``names[r]``
+    (int64), or as row ``r`` where ``names`` is numba's None; the masks do not depend on it.
     """
-    signature = types.void(x, indices, out, *[types.int64] * 4, key, threshold, scale, dropped)
+    named = not isinstance(names, types.NoneType)
+    signature = types.void(
+        x, names, indices, out, *[types.int64] * 4, key, threshold, scale, dropped
+    )
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, indices, out = (
-            data_of(context, builder, signature.args[i], arguments[i]) for i in range(3)
+            data_of(context, builder, signature.args[i], arguments[i]) for i in (0, 2, 3)
         )
-        start, stop, width, row, key, threshold, scale, _ = arguments[3:]
+        names = data_of(context, builder, signature.args[1], arguments[1]) if named else None
+        start, stop, width, row, key, threshold, scale, _ = arguments[4:]
         code = VectorCode(builder, signature.args[0].dtype)
         mask = _Mask(code, key, threshold, scale) if dropped.literal_value else None
-        source = _Rows(code, x, width, mask)
+        source = _Rows(code, x, width, mask, names)
         ahead = _Ahead(
-            builder, indices, length_of(context, builder, signature.args[1], arguments[1])
+            builder, indices, length_of(context, builder, signature.args[2], arguments[2])
         )
         divisor = code.splat(builder.sitofp(builder.sub(stop, start), code.scalar))
         one = code.constant(1.0)
@@ -181,20 +187,28 @@ class _Mask:
 
 
 class _Rows:
-    """Rows of a flat matrix of ``stride`` elements a row, dropped where there is a mask."""
+    """Rows of a flat matrix of ``stride`` elements a row, dropped where there is a mask.
 
-    def __init__(self, code: VectorCode, data: Any, stride: Any, mask: _Mask | None) -> None:
-        self._code, self._data, self._stride, self._mask = code, data, stride, mask
+    ``names``: where each row lies, if not in its own place.
+    """
+
+    def __init__(
+        self, code: VectorCode, data: Any, stride: Any, mask: _Mask | None, names: Any = None
+    ) -> None:
+        self._code, self._data, self._stride = code, data, stride
+        self._mask, self._names = mask, names
 
     def load(self, row: Any, column: Any, lanes: list[Any]) -> list[Any]:
         """The vectors of a tile that begins at ``column``."""
         builder, code = self._code.builder, self._code
-        begin = self._place(row, column)
+        begin, number = self._place(row, column), self._number(row, column)
         values = []
         for i, live in enumerate(lanes):
-            at = builder.add(begin, I64(i * code.lanes))
-            value = code.load(self._data, at, live)
-            values.append(value if self._mask is None else self._mask.apply(value, at))
+            offset = I64(i * code.lanes)
+            value = code.load(self._data, builder.add(begin, offset), live)
+            if self._mask is not None:
+                value = self._mask.apply(value, builder.add(number, offset))
+            values.append(value)
         return values
 
     def request(self, row: Any, column: Any, count: int) -> None:
@@ -206,6 +220,11 @@ class _Rows:
             )
 
     def _place(self, row: Any, column: Any) -> Any:
+        if self._names is not None:
+            row = self._code.builder.load(self._code.builder.gep(self._names, [row]))
+        return self._number(row, column)
+
+    def _number(self, row: Any, column: Any) -> Any:
         return self._code.builder.add(self._code.builder.mul(row, self._stride), column)
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from dtrain.kernels import bias_relu, own_mean
+from dtrain.kernels import own_mean
 from dtrain.kernels.bias_relu import bias_relu_
+from dtrain.kernels.bias_relu.cpu import bias_relu_backward
 from dtrain.kernels.bias_relu.reference import bias_relu as plain_bias_relu
 from dtrain.kernels.csr import Csr
 from dtrain.kernels.dropout import dropout
 from dtrain.kernels.own_mean.reference import own_mean as plain_own_mean
 from dtrain.kernels.rng import derive_key
+from dtrain.kernels.rows.stored import StoredRows
 
 KEY = derive_key(3, 2**50)
 
@@ -65,6 +68,21 @@ def test_dropout_in_passing_is_dropout_before(large: Csr) -> None:
     assert torch.equal(own_mean.own_mean(sparse, x, 0.4, KEY, training=False)[:, :37], x[:100])
 
 
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("rows", [100, 3000])
+def test_stored_rows_are_gathered_ones(rows: int, p: float, large: Csr) -> None:
+    csr = large.head(rows)
+    matrix = np.random.default_rng(0).standard_normal((5000, 70)).astype(np.float32)
+    matrix.setflags(write=False)
+    numbers = np.random.default_rng(1).permutation(5000)[: csr.num_cols]
+    stored = StoredRows(matrix, numbers)
+    gathered = stored.gather()
+    assert torch.equal(gathered, torch.tensor(matrix[numbers]))
+    assert torch.equal(
+        own_mean.own_mean(csr, stored, p, KEY), own_mean.own_mean(csr, gathered, p, KEY)
+    )
+
+
 @pytest.mark.parametrize("what", ["own mean", "bias and rectifier"])
 def test_same_bits_for_any_threads(what: str, large: Csr) -> None:
     x = torch.randn(large.num_cols, 101, requires_grad=True)
@@ -107,7 +125,7 @@ def test_not_a_number_passes_the_rectifier() -> None:
     h = torch.tensor([[float("nan"), -1.0, 1.0]])
     out = bias_relu_(h.clone(), torch.zeros(3))
     assert out.isnan().tolist() == [[True, False, False]]
-    to_h, to_bias = bias_relu.cpu.bias_relu_backward(out, torch.ones(1, 3))
+    to_h, to_bias = bias_relu_backward(out, torch.ones(1, 3))
     assert to_h.tolist() == [[1.0, 0.0, 1.0]]
     assert to_bias.tolist() == [1.0, 0.0, 1.0]
 
