@@ -37,6 +37,16 @@ def mix64(key: int, counter: int) -> int:
     return z ^ (z >> 31)
 
 
+def signed(key: int) -> int:
+    """The int64 of the same bits as ``key``, which is in [0, 2**64), for what knows no uint64."""
+    return key - (1 << 64) if key >= 1 << 63 else key
+
+
+def unsigned(bits: int) -> int:
+    """The key in [0, 2**64) of the same bits as ``bits``, an int64; see :func:`signed`."""
+    return bits & _MASK
+
+
 @numba.njit(inline="always", cache=True)
 def mix64_jit(key: Any, counter: Any) -> Any:
     """One uint64 draw for ``(key, counter)``, both uint64, inside numba code."""

@@ -40,6 +40,19 @@ def gat(
     Raises:
         ValueError: shapes that do not fit, or ``p`` outside [0, 1).
     """
+    check(csr, x, src_score, dst_score, p)
+    attention = Attention(slope, p if training else 0.0, key)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out: Tensor = call(_Gat, x.to(wide), src_score.to(wide), dst_score.to(wide), csr, attention)
+    return out.to(x.dtype)
+
+
+def check(csr: Csr, x: Tensor, src_score: Tensor, dst_score: Tensor, p: float) -> None:
+    """Refuse what :func:`gat` does not take.
+
+    Raises:
+        ValueError: see there.
+    """
     heads = x.shape[1] if x.dim() == 3 else -1
     shapes = [tuple(t.shape) for t in (src_score, dst_score)]
     if x.shape[0] != csr.num_cols or shapes != [(csr.num_cols, heads), (csr.num_rows, heads)]:
@@ -49,10 +62,6 @@ def gat(
         )
     if not 0.0 <= p < 1.0:
         raise ValueError(f"gat: expected a dropout probability in [0, 1), got {p}")
-    attention = Attention(slope, p if training else 0.0, key)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    out: Tensor = call(_Gat, x.to(wide), src_score.to(wide), dst_score.to(wide), csr, attention)
-    return out.to(x.dtype)
 
 
 class _Gat(Function):

@@ -80,6 +80,12 @@ def large() -> Csr:
 
 
 @pytest.fixture
+def small() -> Csr:
+    """As square as :func:`large`."""
+    return random_csr(40, 40, 5, 4).to(torch.get_default_device())
+
+
+@pytest.fixture
 def long_rows() -> Csr:
     """Rows of some 100 entries on average, some of them empty."""
     return random_csr(60, 500, 80, 3)

@@ -29,14 +29,14 @@ SOME = (
 pytestmark = pytest.mark.timeout(1800)
 
 
-def _run(which: str) -> None:
+def _run(which: str, files: tuple[str, ...] = FILES) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install 'dtrain[triton]'")
     on_gpu = torch.cuda.is_available()
     environment = os.environ | {"DTRAIN_TEST_KERNELS": "cuda" if on_gpu else "interpreter"}
     if not on_gpu:
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x"]
-    command += ["--timeout=300", "-m", "", "-k", which, *(str(FOLDER / file) for file in FILES)]
+    command += ["--timeout=300", "-m", "", "-k", which, *(str(FOLDER / file) for file in files)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=1700
     )
@@ -51,3 +51,8 @@ def test_some_cases_of_every_operator() -> None:
 @pytest.mark.chaos
 def test_all_cases_of_every_operator() -> None:
     _run("" if torch.cuda.is_available() else HOST)
+
+
+@pytest.mark.chaos
+def test_registered_operators_are_the_plain_ones() -> None:
+    _run("equal_to_the_plain and (square or duplicates)", ("test_library.py",))
