@@ -11,7 +11,7 @@ from dtrain.data.block import Block
 from dtrain.kernels.dropout import dropout
 from dtrain.kernels.own_mean import own_mean
 from dtrain.kernels.rows.stored import StoredRows
-from dtrain.kernels.spmm import spmm_max, spmm_mean
+from dtrain.kernels.spmm import spmm_max_values, spmm_mean
 from dtrain.models.layer import LayerContext, Prepared, State
 from dtrain.models.parts import Linear, Rows, Tail, dense, head, linear, rows_of, widths
 
@@ -86,7 +86,7 @@ class SageLayer(nn.Module):
             )
         x = dropout(rows, self.p, key, ctx.training)
         if self.aggregator == "max":
-            values, _ = spmm_max(block.csr, dense(x).to(neighbor.dtype))
+            values = spmm_max_values(block.csr, dense(x).to(neighbor.dtype))
             pooled = values @ neighbor
         else:
             pooled = spmm_mean(block.csr, linear(x, neighbor))
