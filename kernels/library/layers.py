@@ -60,6 +60,10 @@ def _own_mean_backward_shape(pattern: Pattern, grad: Tensor, p: float, key: int)
 
 
 def _bias_relu(h: Tensor, bias: Tensor) -> Tensor:
+    if h.dim() != 2 or bias.shape != h.shape[1:]:
+        raise ValueError(
+            f"bias_relu: expected h [N, F] and bias [F], got {list(h.shape)} and {list(bias.shape)}"
+        )
     if not _has_loops(h, bias):
         return torch.relu(h + bias)
     out = h.detach().clone(memory_format=torch.contiguous_format)

@@ -183,6 +183,11 @@ DIRECT: dict[str, tuple[str, bool, Callable[[Csr], list[Any]]]] = {
     "sddmm_dot": ("sddmm_dot", True, _both_ends),
     "sddmm_add": ("sddmm_add", True, _both_ends),
     "gat": ("gat", True, lambda csr: [*_gat_arguments(csr), 0.1, 0.4, library.signed(KEY), True]),
+    "gat without gradients": (
+        "gat",
+        True,
+        lambda csr: [*_gat_arguments(csr), 0.1, 0.0, 0, False],
+    ),
     "dropout": ("dropout", False, lambda csr: [_x(csr), 0.3, library.signed(KEY)]),
     "own_mean": ("own_mean", True, lambda csr: [_x(csr), 0.3, library.signed(KEY)]),
     "bias_relu": (
@@ -215,10 +220,10 @@ DIRECT: dict[str, tuple[str, bool, Callable[[Csr], list[Any]]]] = {
 @pytest.mark.parametrize("graph", ["square"], indirect=True)
 def test_schema_shapes_and_gradients_are_sound(name: str, graph: Csr) -> None:
     operator, pattern, make = DIRECT[name]
-    given = [
-        t.requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t
-        for t in make(graph)
-    ]
+    given = make(graph)
+    for tensor in given:
+        if isinstance(tensor, Tensor) and name != "gat without gradients":
+            tensor.requires_grad_(tensor.is_floating_point())
     given = [*Pattern.of(graph), *given] if pattern else given
     torch.library.opcheck(getattr(library.operators(), operator).default, tuple(given))
 
@@ -309,6 +314,8 @@ def test_what_does_not_fit_is_refused(large: Csr) -> None:
         library.segment_reduce(x[:3], torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="probability"):
         library.dropout(x, 1.0, KEY)
+    with pytest.raises(ValueError, match="bias_relu: expected h"):
+        library.bias_relu(x, torch.zeros(1))
     numbers = (0.2, 0.0, 0, False)
     structure, ops = Pattern.of(large), library.operators()
     with pytest.raises(ValueError, match="float32 or float64"):
