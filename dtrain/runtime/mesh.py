@@ -15,8 +15,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch.distributed import Store  # type: ignore[attr-defined]
+from typing import Protocol
 
 from dtrain.errors import PeerLostError
 from dtrain.runtime.fault import FaultFlag
@@ -31,6 +30,16 @@ _HELLO_S = 1.0
 _MAGIC = 0x6D657368
 _HELLO = struct.Struct("<II32s")  # magic, worker, token
 _HEAD = struct.Struct("<IIQ")  # magic, number of the exchange with this peer, bytes
+
+
+class Directory(Protocol):
+    """Where workers say how they are reached: a store of torch's, of which no more is asked."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> bytes:
+        """A key's value, as soon as it is there."""
 
 
 @dataclass
@@ -97,7 +106,7 @@ class Mesh:
     """
 
     def __init__(
-        self, worker: int, workers: Sequence[int], host: str, store: Store, timeout_s: float
+        self, worker: int, workers: Sequence[int], host: str, store: Directory, timeout_s: float
     ) -> None:
         """Connect; every worker of ``workers`` does so at the same time.
 
@@ -126,7 +135,7 @@ class Mesh:
             link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.sock.setblocking(False)
 
-    def _connect(self, peer: int, store: Store, deadline: float) -> None:
+    def _connect(self, peer: int, store: Directory, deadline: float) -> None:
         host, port, token = store.get(f"mesh/{peer}").decode().split()
         sock = socket.create_connection((host, int(port)), _left(deadline))
         self._links[peer] = _Link(sock)
