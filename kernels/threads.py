@@ -20,8 +20,6 @@ import numba
 import numpy as np
 import torch
 
-from dtrain.kernels.results import empty as empty
-
 SERIAL_WORK = 1 << 16
 """Elements below which handing work to another thread costs more than it saves."""
 _RANGES = 4

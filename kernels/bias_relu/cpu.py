@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dtrain.kernels.arrays import array
 from dtrain.kernels.bias_relu.tiles import activate_row, gradient_row
-from dtrain.kernels.threads import empty, over_range
+from dtrain.kernels.results import empty
+from dtrain.kernels.threads import over_range
 
 _RUN = 512
 """Rows whose gradients of the bias are added one after the other: part of what the result is."""

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dtrain.kernels.arrays import wide
 from dtrain.kernels.dropout.reference import keep_threshold
+from dtrain.kernels.results import empty
 from dtrain.kernels.simd import I64, VectorCode, data_of, intrinsic
-from dtrain.kernels.threads import empty, over_range
+from dtrain.kernels.threads import over_range
 
 _BLOCK = 16  # elements that one call of the vector code treats
 

@@ -18,8 +18,9 @@ from dtrain.kernels.csr import Csr
 from dtrain.kernels.dropout import dropout
 from dtrain.kernels.dropout.reference import keep_threshold
 from dtrain.kernels.own_mean.tiles import forward_row, gradient_row
+from dtrain.kernels.results import empty
 from dtrain.kernels.rows.stored import StoredRows
-from dtrain.kernels.threads import empty, over_rows
+from dtrain.kernels.threads import over_rows
 
 
 def own_mean(csr: Csr, x: Tensor | StoredRows, p: float, key: int) -> Tensor:
