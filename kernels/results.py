@@ -43,8 +43,14 @@ def release() -> None:
     _kept().limit(0)
 
 
+def keep_nothing() -> None:
+    """Keep no memory from now on, for a process whose memory is limited."""
+    _kept().most = 0
+    release()
+
+
 class _Kept:
-    """Memory of former results, at most ``_KEPT_BYTES``.
+    """Memory of former results, at most ``most`` bytes.
 
     Every step is one operation on a dict: results end on any thread, and even within these methods,
     where a lock would wait for itself.
@@ -52,6 +58,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self._free: dict[int, Any] = {}
+        self.most = _KEPT_BYTES
 
     def take(self, size: int) -> Any:
         """Bytes [at least ``size``], from what is kept if some of that is no more than twice it."""
@@ -68,7 +75,7 @@ class _Kept:
     def give_back(self, raw: Any) -> None:
         """Keep ``raw``, which nothing refers to any more."""
         self._free[id(raw)] = raw
-        self.limit(_KEPT_BYTES)
+        self.limit(self.most)
 
     def limit(self, size: int) -> None:
         """Let the oldest go until ``size`` bytes are left."""

@@ -185,20 +185,29 @@ class VectorCode:
         power = builder.bitcast(builder.add(builder.bitcast(value, integers), exponent), self.type)
         return builder.select(builder.fcmp_unordered("uno", given, given), given, power)
 
-    def mix64(self, key: Any, counter: Any) -> Any:
-        """Draws of :func:`dtrain.kernels.rng.mix64_jit`: ``key`` int64, ``counter`` a vector."""
-        builder = self.builder
+    def tile_masks(self, count: int, left: Any) -> list[Any]:
+        """For each of a tile's vectors the mask of its lanes, of which the last has ``left``; None
+        where all exist."""
+        return [None] * (count - 1) + [self.first_lanes(left)]
 
-        def lanes(value: int) -> Any:
-            return ir.Constant(ir.VectorType(I64, self.lanes), [value] * self.lanes)
+    def mix64(self, key: Any, first: Any) -> Any:
+        """Draws of :func:`dtrain.kernels.rng.mix64_jit` for the counters from ``first`` on.
+
+        ``key``, ``first``: int64. The product with the counter is that of the first one, and a
+        constant for each lane.
+        """
+        builder, golden = self.builder, 0x9E3779B97F4A7C15
+
+        def lanes(values: list[int]) -> Any:
+            return ir.Constant(ir.VectorType(I64, self.lanes), [v % 2**64 for v in values])
 
         def mixed(z: Any, shift: int) -> Any:
-            return builder.xor(z, builder.lshr(z, lanes(shift)))
+            return builder.xor(z, builder.lshr(z, lanes([shift] * self.lanes)))
 
-        following = builder.add(counter, lanes(1))
-        z = builder.add(self.splat(key), builder.mul(following, lanes(0x9E3779B97F4A7C15)))
-        z = builder.mul(mixed(z, 30), lanes(0xBF58476D1CE4E5B9))
-        z = builder.mul(mixed(z, 27), lanes(0x94D049BB133111EB))
+        begin = builder.add(key, builder.mul(builder.add(first, I64(1)), I64(golden)))
+        z = builder.add(self.splat(begin), lanes([lane * golden for lane in range(self.lanes)]))
+        z = builder.mul(mixed(z, 30), lanes([0xBF58476D1CE4E5B9] * self.lanes))
+        z = builder.mul(mixed(z, 27), lanes([0x94D049BB133111EB] * self.lanes))
         return mixed(z, 31)
 
     def _pointer(self, data: Any, index: Any, to: Any) -> Any:

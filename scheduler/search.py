@@ -115,7 +115,7 @@ def choose_plan(
         if len(members) > 1:
             drawn.append(("least load", plan))
             if layout.num_stages > 1 and not staged:
-                drawn.append(("whole microbatches", _whole(plan, known, cluster)))
+                drawn.append(("whole microbatches", _whole(plan, members, known, cluster)))
                 drawn.append(("levelled over stages", levelled(plan, known, cluster)))
         return drawn
 
@@ -211,11 +211,10 @@ def levelled(
     return replace(plan, holders=holders, executors=executors)
 
 
-def _whole(staged: Plan, costs: StepCosts, cluster: Cluster) -> Plan:
-    """Every microbatch on one worker from the first stage to the last."""
+def _whole(staged: Plan, workers: Sequence[int], costs: StepCosts, cluster: Cluster) -> Plan:
+    """Every microbatch on one of some workers, from the first stage to the last."""
     total = [sum(column) for column in zip(*costs.work(), strict=True)]
-    order = dealt_over_domains(staged.workers, cluster)
-    runs = shared_out(total, order, cluster)
+    runs = shared_out(total, dealt_over_domains(workers, cluster), cluster)
     held = tuple(tuple(sorted(set(runs) | set(held))) for held in staged.holders)
     return replace(staged, holders=held, executors=(runs,) * costs.num_stages)
 
@@ -225,9 +224,7 @@ def _whole_held(plan: Plan, costs: StepCosts, cluster: Cluster) -> list[tuple[st
     able = sorted(set(plan.holders[0]).intersection(*plan.holders[1:]))
     if plan.num_stages == 1 or not able:
         return []
-    total = [sum(column) for column in zip(*costs.work(), strict=True)]
-    runs = shared_out(total, able, cluster)
-    return [("whole microbatches", replace(plan, executors=(runs,) * plan.num_stages))]
+    return [("whole microbatches", _whole(plan, able, costs, cluster))]
 
 
 def _whole_again(

@@ -16,6 +16,7 @@ from dtrain.data.budget import Budget
 from dtrain.data.features import FeatureCache, Features, cache_bytes, rows_within
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
+from dtrain.kernels import results
 from dtrain.kernels.rows.stored import StoredRows
 from dtrain.models.build import build_layers
 from dtrain.models.layer import LayerContext, Prepared, PreparingLayer, layer_key
@@ -123,6 +124,8 @@ def prepare_job(config: Config, local_rank: int, workers: int) -> Job:
     device = _device(config, local_rank)
     store = GraphStore.open(config.data.store, config.data.cache_dir)
     config, budget = within_memory(config, store)
+    if config.memory.limit is not None:
+        results.keep_nothing()
     features: Features = store
     if config.memory.feature_cache > 0:
         budget = budget.with_cache(cache_bytes(store, config.memory.feature_cache))

@@ -73,4 +73,4 @@ def _where_positive(code: VectorCode, condition: Any, value: Any) -> Any:
 def _vectors(code: VectorCode, column: Any, count: int, left: Any) -> list[tuple[Any, Any]]:
     """Where the vectors of a tile begin, and the masks of their lanes; None where all exist."""
     places = [code.builder.add(column, I64(i * code.lanes)) for i in range(count)]
-    return list(zip(places, [None] * (count - 1) + [code.first_lanes(left)], strict=True))
+    return list(zip(places, code.tile_masks(count, left), strict=True))

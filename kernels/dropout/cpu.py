@@ -7,14 +7,13 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import types
 from torch import Tensor
 
 from dtrain.kernels.arrays import wide
 from dtrain.kernels.dropout.reference import keep_threshold
 from dtrain.kernels.results import empty
-from dtrain.kernels.simd import I64, VectorCode, data_of, intrinsic
+from dtrain.kernels.simd import VectorCode, data_of, intrinsic
 from dtrain.kernels.threads import over_range
 
 _BLOCK = 16  # elements that one call of the vector code treats
@@ -32,8 +31,7 @@ def _drop_block(
         at, count, key, threshold, scale = arguments[2:]
         code = VectorCode(builder, signature.args[0].dtype, _BLOCK)
         mask = code.first_lanes(count)
-        numbers = ir.Constant(ir.VectorType(I64, _BLOCK), list(range(_BLOCK)))
-        draws = code.mix64(key, builder.add(code.splat(at), numbers))
+        draws = code.mix64(key, at)
         kept = builder.icmp_unsigned(">=", draws, code.splat(threshold))
         scaled = builder.fmul(code.load(x, at, mask), code.splat(scale))
         code.store(builder.select(kept, scaled, code.constant(0.0)), out, at, mask)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 
 from dtrain.kernels.simd import I64, EntryLoop, VectorCode, cgutils, data_of, intrinsic, length_of
@@ -352,8 +351,7 @@ class _Kept:
             return values
         code, builder = self._code, self._code.builder
         first = self._score.at(builder.mul(entry, self._score.heads))
-        numbers = ir.Constant(ir.VectorType(I64, code.lanes), list(range(code.lanes)))
-        draws = code.mix64(self._key, builder.add(code.splat(first), numbers))
+        draws = code.mix64(self._key, first)
         kept = builder.icmp_unsigned(">=", draws, code.splat(self._threshold))
         return builder.select(kept, values, code.constant(0.0))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 
 from dtrain.kernels.simd import (
@@ -20,7 +19,6 @@ from dtrain.kernels.simd import (
 _TILES = (8, 4, 2, 1)
 _MASKED_TILES = (4, 2, 1)  # draws take registers, too
 _AHEAD = 32  # entries between the request for a row and its use
-_GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @intrinsic
@@ -67,7 +65,7 @@ def forward_row(
         divisor = builder.select(builder.icmp_signed(">", stop, start), divisor, one)
 
         def tile(column: Any, count: int, left: Any) -> None:
-            lanes = _lanes(code, count, left)
+            lanes = code.tile_masks(count, left)
             at = builder.add(builder.mul(row, builder.shl(width, I64(1))), column)
             for i, value in enumerate(source.load(row, column, lanes)):
                 code.store(value, out, builder.add(at, I64(i * code.lanes)), lanes[i])
@@ -127,7 +125,7 @@ def gradient_row(
         owned = code.splat(own)
 
         def tile(first: Any, count: int, left: Any) -> None:
-            lanes = _lanes(code, count, left)
+            lanes = code.tile_masks(count, left)
             zero = code.constant(0.0)
             initial = [
                 builder.select(owned, value, zero) for value in given.load(place, first, lanes)
@@ -160,30 +158,14 @@ class _Mask:
     def __init__(self, code: VectorCode, key: Any, threshold: Any, scale: Any) -> None:
         self._code, self._key = code, key
         self._threshold, self._scale = code.splat(threshold), code.splat(scale)
-        numbers = [(lane * _GOLDEN) % 2**64 for lane in range(code.lanes)]
-        self._numbers = self._lanes(numbers)
 
     def apply(self, values: Any, at: Any) -> Any:
-        """Elements ``at`` and following, scaled or zero; draws of ``mix64_jit``.
-
-        The product with the counter is the first element's and a constant for each lane.
-        """
+        """Elements ``at`` and following, scaled or zero."""
         builder, code = self._code.builder, self._code
-        following = builder.add(at, I64(1))
-        first = builder.add(self._key, builder.mul(following, I64(_GOLDEN)))
-        z = builder.add(code.splat(first), self._numbers)
-        for shift, factor in ((30, _M1), (27, _M2)):
-            z = builder.mul(self._mixed(z, shift), self._lanes([factor] * code.lanes))
-        kept = builder.icmp_unsigned(">=", self._mixed(z, 31), self._threshold)
+        draws = code.mix64(self._key, at)
+        kept = builder.icmp_unsigned(">=", draws, self._threshold)
         scaled = builder.fmul(values, self._scale)
         return builder.select(kept, scaled, code.constant(0.0))
-
-    def _mixed(self, z: Any, shift: int) -> Any:
-        builder = self._code.builder
-        return builder.xor(z, builder.lshr(z, self._lanes([shift] * self._code.lanes)))
-
-    def _lanes(self, values: list[int]) -> Any:
-        return ir.Constant(ir.VectorType(I64, self._code.lanes), values)
 
 
 class _Rows:
@@ -240,8 +222,3 @@ class _Ahead:
         later = builder.add(entry, I64(_AHEAD))
         later = builder.select(builder.icmp_signed("<", later, self._last), later, self._last)
         return builder.load(builder.gep(self._indices, [later]))
-
-
-def _lanes(code: VectorCode, count: int, left: Any) -> list[Any]:
-    """For every vector of a tile the mask of its lanes; None where all exist."""
-    return [None] * (count - 1) + [code.first_lanes(left)]

@@ -157,7 +157,7 @@ class Tile:
 
     def __init__(self, walk: Walk, column: Any, count: int, left: Any) -> None:
         self._walk, self._column, self.count = walk, column, count
-        self._masks = [None] * (count - 1) + [walk.code.first_lanes(left)]
+        self._masks = walk.code.tile_masks(count, left)
 
     def load(self, entry: Any) -> Vectors:
         """The vectors of the row of ``x`` that the entry names."""

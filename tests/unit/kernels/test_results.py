@@ -19,6 +19,7 @@ LARGE = (1 << 20, 2)
 @pytest.fixture(autouse=True)
 def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(results, "_LARGE", 1 << 20)
+    monkeypatch.setattr(results._kept(), "most", 1 << 30)
     results.release()
     yield
     results.release()
@@ -62,7 +63,7 @@ def test_no_small_result_holds_large_memory_and_no_large_one_gets_small_memory()
 def test_what_is_kept_has_a_limit_and_the_oldest_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(results, "_KEPT_BYTES", 20 << 20)
+    monkeypatch.setattr(results._kept(), "most", 20 << 20)
     held = [results.empty(LARGE, np.float32) for _ in range(4)]
     addresses = [_address(array) for array in held]
     while held:
@@ -71,6 +72,17 @@ def test_what_is_kept_has_a_limit_and_the_oldest_goes_first(
     kept = results._kept()._free.values()
     assert len(kept) == 2
     assert sum(raw.size for raw in kept) <= 20 << 20
+
+
+def test_a_process_whose_memory_is_limited_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results._kept(), "most", 20 << 20)
+    held = [results.empty(LARGE, np.float32) for _ in range(2)]
+    del held[0]
+    assert results._kept()._free
+    results.keep_nothing()
+    assert not results._kept()._free
+    held.clear()
+    assert not results._kept()._free
 
 
 def test_threads_never_share_a_result() -> None:
