@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -161,13 +162,19 @@ class Job:
             assert any(p.is_alive() for p in self.processes), "all trainers ended early"
             time.sleep(0.002)
 
-    def resources(self, worker: int) -> dict[str, int]:
-        """What a trainer's process uses: its ``threads`` and open ``descriptors``."""
+    def resources(self, worker: int, for_s: float = 0.2) -> dict[str, int]:
+        """The ``threads`` and open ``descriptors`` of a trainer's process: their least.
+
+        Looked at for ``for_s`` seconds: groups of a generation end beside the next generation.
+        """
         folder = Path(f"/proc/{self.processes[worker].pid}")
-        return {
-            "threads": len(list((folder / "task").iterdir())),
-            "descriptors": len(list((folder / "fd").iterdir())),
-        }
+        used = {"threads": sys.maxsize, "descriptors": sys.maxsize}
+        end = time.monotonic() + for_s
+        while time.monotonic() < end:
+            for kind, entries in (("threads", "task"), ("descriptors", "fd")):
+                used[kind] = min(used[kind], len(os.listdir(folder / entries)))
+            time.sleep(0.01)
+        return used
 
     def record(self) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.run_dir / "run.json").read_text())
