@@ -16,6 +16,7 @@ from dtrain.scheduler import Cluster, Layout, Plan, StepCosts, even_cuts
 from dtrain.scheduler.balance import BalancePolicy
 from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape, step_costs
 from dtrain.scheduler.cuts import StageCount, choose_stages
+from dtrain.scheduler.overhaul import OverhaulPolicy
 from dtrain.scheduler.recompute import stages_to_recompute
 
 _ADAM_BYTES = 16
@@ -126,6 +127,16 @@ def balance_policy(config: Config) -> BalancePolicy | None:
         return None
     bounded = config.parallel.memory_mib is not None or config.memory.limit is not None
     return BalancePolicy(search=not bounded)
+
+
+def overhaul_policy(config: Config) -> OverhaulPolicy | None:
+    """When a run goes over to a plan with further holders; None where it never does.
+
+    What a process holds under ``memory.limit`` was worked out for the plan that it begins with.
+    """
+    if not config.parallel.rebalance or config.memory.limit is not None:
+        return None
+    return OverhaulPolicy()
 
 
 def recomputing(

@@ -14,7 +14,7 @@ from dtrain.deepspeed_options import zero_stage
 from dtrain.environment import usable_cores
 from dtrain.errors import DtrainError, PeerLostError
 from dtrain.faults.injector import Injector
-from dtrain.planning import balance_policy, recomputing
+from dtrain.planning import balance_policy, costs_of_sizes, recomputing
 from dtrain.runtime.attempt import Links
 from dtrain.runtime.audit import Auditor
 from dtrain.runtime.comm import Communicator, Group
@@ -39,10 +39,11 @@ from dtrain.scheduler.balance import Move
 from dtrain.scheduler.costmodel import CostModel
 from dtrain.scheduler.costs import Cluster, StepCosts
 from dtrain.scheduler.membership import Announcement, Peer
-from dtrain.scheduler.planner import first_plan
+from dtrain.scheduler.planner import first_plan, in_order
 from dtrain.scheduler.recovery import Settlement, kept, settle, transfers
 from dtrain.scheduler.relayout import replan_or_relayout
 from dtrain.scheduler.risk import RiskLedger
+from dtrain.scheduler.search import quickly_ordered
 
 _FAILURE_COSTS_S = 1.0
 """What a failure takes from a worker's work: its absence and what is done again."""
@@ -55,11 +56,12 @@ class Holdings:
     ``engines`` and ``transaction`` are those of the newest generation that was formed; ``best`` its
     stages' weights at the best evaluation; ``partitions``: with stage 0, the state of the graph's
     partitions; ``snapshots``: (step, stage) -> state. ``costs`` and ``slowness``: what ``plan`` was
-    made for, where it was measured.
+    made for, where it was measured. ``wanted``: the plan that the members regroup for.
     """
 
     progress: Progress = field(default_factory=Progress)
     plan: Plan | None = None
+    wanted: Plan | None = None
     costs: StepCosts | None = None
     slowness: dict[int, float] = field(default_factory=dict)
     engines: dict[int, StageEngine] = field(default_factory=dict)
@@ -108,9 +110,10 @@ class Holdings:
         """The newest plan and what it was made for, as JSON; None before the first one."""
         if self.plan is None:
             return None
-        costs = self.costs
+        costs, wanted = self.costs, self.wanted
         return {
             "plan": self.plan.as_json(),
+            "wanted": None if wanted is None else [wanted.as_json(), wanted.reason],
             "slowness": sorted(self.slowness.items()),
             "risk": sorted(self.risk().items()),
             "costs": None if costs is None else [costs.forward, costs.backward],
@@ -257,6 +260,14 @@ class Generation:
                     self.costs = StepCosts(forward, backward)
                 self.cluster = Cluster(slowness, risk, self.domains)
                 policy = balance_policy(job.config)
+                search = policy is not None and policy.search
+                if old["wanted"] is not None and self.costs is not None:
+                    plan, why = old["wanted"]
+                    wanted = Plan.from_json(plan, job.layout, self.number, why)
+                    if set(wanted.workers) == set(self.peers):
+                        if search:
+                            return quickly_ordered(wanted, self.costs, self.cluster)
+                        return in_order(wanted, self.costs, self.cluster)
                 return replan_or_relayout(
                     former,
                     list(self.peers),
@@ -264,7 +275,7 @@ class Generation:
                     reason,
                     self.costs,
                     self.cluster,
-                    search=policy is not None and policy.search,
+                    search=search,
                 )
         return first_plan(job.layout, list(self.peers), self.number, self.cluster)
 
@@ -468,6 +479,7 @@ class Generation:
         """Run steps by ``plan`` from now on."""
         job, me, holdings = self.around.job, self.around.me.worker, self.holdings
         self.plan = holdings.plan = plan
+        holdings.wanted = None
         self.recompute = recomputing(job.config, plan, job.shapes, lambda: job.sizes)
         for stage, compute in self._computes.items():
             compute.recompute = self.recompute[stage]
@@ -506,6 +518,18 @@ class Generation:
         self.costs = move.costs
         self.cluster = replace(self.cluster, slowness=move.slowness)
         self._work_by(move.plan)
+
+    def costs_besides(self) -> StepCosts:
+        """Of the first step's blocks: bytes, and what sums and updates take, as far as learnt."""
+        job = self.around.job
+        learnt = CostModel.of_learnt(self.holdings.progress.memory.get("costs", []))
+        cuts, device = job.layout.cuts, job.device.type
+        return costs_of_sizes(job.config, learnt, device, job.shapes, cuts, job.sizes)
+
+    def regroup_for(self, move: Move) -> None:
+        """Want another plan of the same members in the next generation; all do so at the same
+        step."""
+        self.holdings.wanted, self.holdings.costs = move.plan, move.costs
 
     def _fetcher(self, plan: Plan, between: Callable[[], None] = lambda: None) -> InputFetcher:
         job = self.around.job

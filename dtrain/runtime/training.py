@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from collections import deque
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from dtrain.config import identity_digest
 from dtrain.data.features import CacheUse, FeatureCache
 from dtrain.errors import CannotGoOnError, LeftError, PeerLostError, ShutdownError
 from dtrain.evaluate import evaluate
-from dtrain.planning import balance_policy
+from dtrain.planning import balance_policy, memory_cluster, overhaul_policy
 from dtrain.runfolder import RunFolder, RunRecord, versions
 from dtrain.runtime.comm import MAX
 from dtrain.runtime.exact_sum import NonFiniteGradientError
@@ -30,12 +31,15 @@ from dtrain.runtime.spec import TrainerSpec
 from dtrain.runtime.state import Best, StageState
 from dtrain.runtime.transaction import Outcome, Wishes
 from dtrain.runtime.transport import KIND_WEIGHTS, Key
-from dtrain.scheduler.balance import Balancer
+from dtrain.scheduler.balance import Balancer, Move, StepTimes
+from dtrain.scheduler.overhaul import Overhaul
 
 _RECOVERIES = 20
 _LEARN_FIRST = 20
 """Steps after which the costs of layers are known well enough to plan with."""
 _LEARN_EVERY = 200
+_WINDOW = 8
+"""Steps whose measured times count when a plan is looked for."""
 _TRANSFER_S = 1e-3
 """What load is moved for besides work: sending a megabyte between two workers of one machine took
 0.85 ms. Else a plan that sends all the time passes for as fast as one that sends nothing."""
@@ -69,6 +73,10 @@ class Training:
         self._pending: PendingSave | None = None
         policy = balance_policy(self._job.config)
         self._balancer = Balancer(policy) if policy is not None else None
+        found = overhaul_policy(self._job.config)
+        self._overhaul = Overhaul(found) if found is not None else None
+        self._times: deque[StepTimes] = deque(maxlen=_WINDOW)
+        self._steps = 0
 
     def run(self) -> tuple[bool, str]:
         """Train; (True, reason) when the run is done, (False, reason) to regroup.
@@ -101,6 +109,11 @@ class Training:
                     self._snapshot(force=True)
                     return self._part("somebody waits to be let in")
                 self._rebalance(outcome)
+                better = self._better_plan(outcome)
+                if better is not None:
+                    self._snapshot(force=True)
+                    generation.regroup_for(better)
+                    return self._part(better.reason)
                 self._learn()
         finally:
             self.stop()
@@ -144,6 +157,7 @@ class Training:
         assert prefetcher is not None
         prefetcher.close()
         generation.rebalance(move)
+        self._times.clear()
         self._prefetcher = generation.prefetcher(prefetcher)
         if generation.leads:
             step = self._holdings.progress.step
@@ -156,11 +170,35 @@ class Training:
                 slowness={str(w): round(f, 3) for w, f in move.slowness.items()},
             )
 
+    def _better_plan(self, outcome: Outcome) -> Move | None:
+        """Now and then, a plan with further holders that is worth to regroup for."""
+        generation, job = self._generation, self._job
+        if self._overhaul is None or len(generation.peers) == 1:
+            return None
+        if not outcome.skipped:
+            self._times.append(outcome.times)
+        self._steps += 1
+        done = self._holdings.progress.step
+        if self._steps != _LEARN_FIRST and done % _LEARN_EVERY:
+            return None
+        limits = memory_cluster(job.config, list(generation.peers)).memory_bytes
+        move = self._overhaul.look(
+            generation.plan,
+            list(self._times),
+            job.total_steps - done,
+            replace(generation.cluster, latency_s=_TRANSFER_S, memory_bytes=limits),
+            generation.costs_besides,
+        )
+        if move is not None and generation.leads:
+            self._event("plan_chosen", move.reason, step=done, generation=generation.number)
+        return move
+
     def _learn(self) -> None:
         """Now and then tell each other what the layers cost; the checkpoint keeps it."""
         done = self._holdings.progress.step
         if done == _LEARN_FIRST or done % _LEARN_EVERY == 0:
             self._generation.learn()
+            self._times.clear()
             if self._balancer is not None:
                 self._balancer.forget()
 

@@ -334,6 +334,46 @@ def test_a_slow_worker_keeps_the_share_that_it_can_finish(
     assert statistics.median(after) < 0.8 * statistics.median(before)
 
 
+def overhauled(raw: dict[str, Any], workers: int, zero: int = 0) -> dict[str, Any]:
+    """A job that gains by further holders: the first stage has most to do, in steps of weight."""
+    changes = [("parallel.redundancy", workers // 2), ("parallel.cuts", [2])]
+    changes += [("deepspeed.zero_optimization.stage", zero)]
+    slow = [{"kind": "slow", "worker": w, "step": 1, "factor": 25.0} for w in range(workers)]
+    return {**merged(raw, changes), "faults": slow}
+
+
+@pytest.mark.timeout(200)
+def test_the_best_plan_is_taken_once_costs_are_measured(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    job = trainers.start(overhauled(raw, 2, zero=1), 2, "run")
+    assert job.join() == [0] * 2
+    record = assert_same(trainers, job, wanted)
+    assert (record["generations"], record["steps_replayed"]) == (2, 0)
+    first, then = job.events("generation_started")
+    assert [len(held) for held in first["holders"]] == [1, 1]
+    assert [len(held) for held in then["holders"]] == [2, 2]
+    assert then["step"] == 20
+    assert "with further holders" in then["reason"]
+    assert job.events("plan_chosen")[0]["reason"] in then["reason"]
+
+
+@pytest.mark.timeout(200)
+def test_a_worker_that_dies_on_the_way_to_the_best_plan_changes_nothing(
+    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    changed = overhauled(raw, 4)
+    dies = {"kind": "crash", "worker": 1, "phase": "recovery", "step": 20}
+    changed["faults"] = [*changed["faults"], dies]
+    job = trainers.start(changed, 4, "run")
+    assert job.join() == [0, -signal.SIGKILL, 0, 0]
+    record = assert_same(trainers, job, wanted)
+    assert record["steps_replayed"] == 0
+    assert job.events("plan_chosen")[0]["step"] == 20
+    after = job.events("generation_started")[1]
+    assert (after["step"], after["workers"]) == (20, [0, 2, 3])
+
+
 @pytest.mark.timeout(200)
 def test_saves_are_as_often_as_faults_make_it_worth(
     trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]

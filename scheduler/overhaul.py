@@ -1,0 +1,110 @@
+"""Going over to the best plan found once costs are measured, further holders included.
+
+A run begins with a plan that knows nothing of costs, and moving load changes only who executes what
+among the holders of a stage. The search over assignments may find that the step is much shorter if
+workers become holders of further stages. Then all members regroup at the same step boundary, as for
+a newcomer: nobody loses work, and what they hold moves to whoever is to hold it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dtrain.scheduler.balance import Move, StepTimes, fitted
+from dtrain.scheduler.bounds import least_step_ticks
+from dtrain.scheduler.costs import TICKS_PER_S, UNIFORM, Cluster, StepCosts
+from dtrain.scheduler.domains import domain_labels
+from dtrain.scheduler.plan import Plan
+from dtrain.scheduler.predict import predict
+from dtrain.scheduler.relayout import exchangeable, relabelled, takers
+from dtrain.scheduler.search import choose_plan
+
+
+@dataclass(frozen=True)
+class OverhaulPolicy:
+    """When a run goes over to another plan with other holders.
+
+    ``gain``: share of the step time that it must save. ``worth_s``: seconds that the steps that are
+    left must save in all; to regroup takes a tenth of a second or so. ``most_rest``: how many looks
+    to leave out at most, twice as many after each in vain.
+    """
+
+    gain: float = 0.1
+    worth_s: float = 1.0
+    most_rest: int = 8
+
+
+@dataclass
+class Overhaul:
+    """Looks now and then for a plan that is worth to regroup for.
+
+    A pure function of what it is told: members that are told the same say the same.
+    """
+
+    policy: OverhaulPolicy = OverhaulPolicy()
+    _rest: int = 0
+    _resting: int = 0
+
+    def look(
+        self,
+        plan: Plan,
+        window: Sequence[StepTimes],
+        steps_left: int,
+        cluster: Cluster = UNIFORM,
+        besides: Callable[[], StepCosts | None] = lambda: None,
+    ) -> Move | None:
+        """A plan of the same members with further holders, if one is worth it.
+
+        ``window``: what the actions of the last steps of ``plan`` took. ``cluster``: with the
+        slowness that ``plan`` was made for, and the members' memory. ``besides()``: costs whose
+        bytes, and sums' times, count besides those actions; asked for only where it matters.
+        """
+        if self._resting:
+            self._resting -= 1
+            return None
+        found = self._better(plan, window, steps_left, cluster, besides) if window else None
+        if found is None:
+            self._rest = self._resting = min(2 * self._rest + 1, self.policy.most_rest)
+        return found
+
+    def _better(
+        self,
+        plan: Plan,
+        window: Sequence[StepTimes],
+        steps_left: int,
+        cluster: Cluster,
+        besides: Callable[[], StepCosts | None],
+    ) -> Move | None:
+        measured, _ = fitted(plan, window)
+        now = predict(plan, measured, cluster).step_ticks
+        if not self._worth(now, least_step_ticks(measured, plan.workers, cluster), steps_left):
+            return None
+        sized = besides()
+        costs = measured
+        if sized is not None:
+            costs = replace(sized, forward=measured.forward, backward=measured.backward)
+            now = predict(plan, costs, cluster).step_ticks
+        choice = choose_plan(plan.layout, plan.workers, plan.generation + 1, costs, cluster)
+        then = choice.prediction.step_ticks
+        if choice.prediction.over or not self._worth(now, then, steps_left):
+            return None
+        reason = (
+            f"{choice.name}: predicted step {now / 1e6:.2f} -> {then / 1e6:.2f} ms, "
+            f"with further holders; {steps_left} steps are left"
+        )
+        spread = domain_labels(cluster, plan.workers) if plan.layout.redundancy > 1 else {}
+        labels = exchangeable(cluster, plan.workers, spread)
+        places = takers(choice.plan, plan, plan.workers, labels)
+        better = relabelled(choice.plan, places, plan.generation + 1, reason)
+        if all(set(new) <= set(old) for new, old in zip(better.holders, plan.holders, strict=True)):
+            # Load moves among holders without regrouping.
+            return None
+        if any(plan.share_of(w) and not better.share_of(w) for w in cluster.slowness):
+            # Nobody would learn when it is fast again.
+            return None
+        return Move(better, measured, cluster.slowness, 1.0 - then / now, reason)
+
+    def _worth(self, now: int, then: int, steps_left: int) -> bool:
+        saved_s = steps_left * (now - then) / TICKS_PER_S
+        return then <= (1.0 - self.policy.gain) * now and saved_s >= self.policy.worth_s
