@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -13,12 +15,17 @@ from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
 from dtrain.scheduler import Cluster, Layout, Plan, StepCosts, even_cuts
-from dtrain.scheduler.balance import BalancePolicy
+from dtrain.scheduler.balance import BalancePolicy, Balancer, Move, times_on
 from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape, step_costs
 from dtrain.scheduler.cuts import StageCount, choose_stages
-from dtrain.scheduler.overhaul import OverhaulPolicy
+from dtrain.scheduler.overhaul import Overhaul, OverhaulPolicy
 from dtrain.scheduler.recompute import stages_to_recompute
 
+LEARN_FIRST = 20
+"""Steps after which costs are known well enough to plan with."""
+TRANSFER_S = 1e-3
+"""What load is moved for besides work: sending a megabyte between two workers of one machine took
+0.85 ms. Else a plan that sends all the time passes for as fast as one that sends nothing."""
 _ADAM_BYTES = 16
 _SGD_BYTES = 8
 
@@ -50,6 +57,16 @@ def batch_source(config: Config, store: GraphStore, *, keep: bool = True) -> Bat
         seed=config.seed,
         keep=keep,
     )
+
+
+def total_steps(config: Config, source: BatchSource) -> int:
+    """The number of steps after which the run is done."""
+    limits = []
+    if config.train.epochs is not None:
+        limits.append(config.train.epochs * source.steps_per_epoch)
+    if config.train.max_steps is not None:
+        limits.append(config.train.max_steps)
+    return min(limits)
 
 
 def config_cuts(config: Config) -> tuple[int, ...]:
@@ -137,6 +154,38 @@ def overhaul_policy(config: Config) -> OverhaulPolicy | None:
     if not config.parallel.rebalance or config.memory.limit is not None:
         return None
     return OverhaulPolicy()
+
+
+def moves_ahead(
+    config: Config,
+    plan: Plan,
+    costs: Callable[[Plan], StepCosts],
+    cluster: Cluster,
+    steps: int,
+) -> list[tuple[int, Move]]:
+    """How a run of ``steps`` steps changes its first plan, by what it comes to measure.
+
+    ``costs(plan)``: of a step under a plan. ``cluster``: as its workers are. Returns after how many
+    steps, and to which plan.
+    """
+    moves: list[tuple[int, Move]] = []
+    balancing, overhauling = balance_policy(config), overhaul_policy(config)
+    if len(plan.workers) == 1 or balancing is None:
+        return moves
+    known = Cluster(domains=cluster.domains, latency_s=TRANSFER_S)
+    balancer, spent = Balancer(balancing), costs(plan)
+    for done in range(1, min(steps, LEARN_FIRST) + 1):
+        times = times_on(plan, spent, cluster)
+        move = balancer.observe(plan, times, known)
+        if move is None and done == LEARN_FIRST and overhauling is not None:
+            limited = replace(known, memory_bytes=cluster.memory_bytes)
+            besides = partial(costs, plan)
+            move = Overhaul(overhauling).look(plan, [times], steps - done, limited, besides)
+        if move is not None:
+            moves.append((done, move))
+            plan, known = move.plan, replace(known, slowness=move.slowness)
+            spent = costs(plan)
+    return moves
 
 
 def recomputing(

@@ -114,15 +114,17 @@ def _torchrun_restarts(folder: Path, store: Path, workers: int, count: int) -> f
 def _overhead(folder: Path, store: Path, workers: int) -> float:
     """Step time with standby holders and snapshots, against without, in percent.
 
-    Both jobs are there all the time and run in turn, the other one stopped, so that whatever else
-    the machine does meets both alike.
+    Neither goes over to another plan, which might give both the same holders. Both jobs are there
+    all the time and run in turn, the other one stopped, so that whatever else the machine does
+    meets both alike.
     """
     patient = {"lease_s": 60.0}
     bare: dict[str, dict[str, Any]] = {
-        "parallel": {"redundancy": 1},
+        "parallel": {"redundancy": 1, "rebalance": False},
         "robust": {**patient, "snapshot_every": 1 << 30},
     }
-    on = _Job(folder, "overhead-on", store, workers, {"robust": patient})
+    guarded: dict[str, dict[str, Any]] = {"parallel": {"rebalance": False}, "robust": patient}
+    on = _Job(folder, "overhead-on", store, workers, guarded)
     on.stop()
     off = _Job(folder, "overhead-off", store, workers, bare)
     off.stop()

@@ -23,9 +23,10 @@ from dtrain.bench.graphs import SYNTHETIC, skewed
 from dtrain.data.writer import write_store
 from dtrain.environment import with_variables
 from dtrain.errors import DtrainError
+from dtrain.runfolder import RunFolder
 
 HIDDEN, FANOUTS, BATCH = 128, (10, 10), 1024
-_WARM_UP, _WAIT_S = 20, 300.0
+_WARM_UP, _WAIT_S = 40, 300.0
 _TRIAL_STEPS = 60
 
 
@@ -35,9 +36,10 @@ class TrainReport:
     with one thread for compute or all, whichever was faster in a short trial.
 
     ``pipeline_vs_ddp``: 4 workers of dtrain in 2 stages over 4 processes of torch's
-    DistributedDataParallel with the same layers, sampler, kernels and cores. Every worker holds
-    both stages, so that the scheduler may give whole microbatches to each. ``staged_vs_ddp``: the
-    same with two holders of each stage, between which activations travel. None: not measured.
+    DistributedDataParallel with the same layers, sampler, kernels and cores, once the scheduler
+    has chosen its plan from measured costs. ``staged_vs_ddp``: the same with
+    ``parallel.rebalance: false``, which keeps to two holders of each stage, between which
+    activations travel. None: not measured.
     """
 
     seeds_per_s: dict[str, float]
@@ -71,7 +73,7 @@ def bench_train(
     """
     store = folder / "store"
     write_store(str(store), skewed(nodes), partitions=4, partitioner="range")
-    alone = _Shape(1, 1, 1)
+    alone = _Shape(1, 1)
     # What samples ahead takes a core, too: all threads are not always the fastest.
     faster = max(
         sorted({1, threads}),
@@ -121,10 +123,10 @@ def _row(speeds: dict[str, float], ours: str, peer: str, ways: dict[str, str]) -
 class _Shape:
     workers: int
     stages: int
-    holders: int
+    rebalance: bool = True
 
 
-_PIPELINES = {"dtrain pipeline": _Shape(4, 2, 4), "dtrain staged": _Shape(4, 2, 2)}
+_PIPELINES = {"dtrain pipeline": _Shape(4, 2), "dtrain staged": _Shape(4, 2, rebalance=False)}
 
 
 def _pipeline(folder: Path, store: Path, shape: _Shape, steps: int, turn: int) -> tuple[float, str]:
@@ -135,7 +137,7 @@ def _ours(
     folder: Path, store: Path, turn: int | str, shape: _Shape, threads: int, steps: int
 ) -> tuple[float, str]:
     workers = shape.workers
-    run_dir = folder / f"run-{workers}-{shape.holders}-{turn}"
+    run_dir = folder / f"run-{workers}-{shape.rebalance}-{turn}"
     run_dir.mkdir()
     config: dict[str, Any] = {
         "data": {"store": str(store)},
@@ -150,7 +152,7 @@ def _ours(
         "train": {"max_steps": _WARM_UP + steps, "batch_size": BATCH},
         "parallel": {
             "stages": shape.stages,
-            "redundancy": shape.holders,
+            "rebalance": shape.rebalance,
             "microbatches": workers,
             "threads_per_worker": threads,
         },
@@ -166,10 +168,9 @@ def _ours(
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     done = [m for m in map(json.loads, lines) if "loss" in m][_WARM_UP - 1 :]
     seconds = done[-1]["time"] - done[0]["time"]
-    way = (
-        f"{workers} workers of {threads} threads, {shape.stages} stages, "
-        f"{shape.holders} holders of each"
-    )
+    started = [e for e in RunFolder(run_dir).events() if e["kind"] == "generation_started"]
+    held = max(map(len, started[-1]["holders"]))
+    way = f"{workers} workers of {threads} threads, {shape.stages} stages, {held} holders of each"
     return sum(m["seeds"] for m in done[1:]) / seconds, way
 
 

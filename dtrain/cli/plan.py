@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from dtrain.config import Config
     from dtrain.planview import Spans
     from dtrain.scheduler import Cluster, Layout, Plan, StepCosts
-    from dtrain.scheduler.balance import BalancePolicy
     from dtrain.scheduler.costmodel import CostModel
     from dtrain.scheduler.predict import Prediction
-    from dtrain.scheduler.recompute import Recompute
 
 
 @dataclass
@@ -91,7 +89,7 @@ def plan_command(
         int | None, typer.Option(min=0, help="step whose microbatches are planned for")
     ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="the best plan found, which no run makes by itself")
+        bool, typer.Option("--search", help="the best plan found for these costs, at once")
     ] = False,
     learn: Annotated[
         Path | None, typer.Option(help="run folder whose recorded actions the costs are fitted to")
@@ -188,13 +186,13 @@ def _planned(
     from dtrain.data.store import GraphStore
     from dtrain.planning import (
         auto_stages,
-        balance_policy,
         batch_source,
         block_sizes,
         config_cuts,
         costs_of_sizes,
         layout_of,
         model_shapes,
+        total_steps,
         within_memory,
     )
     from dtrain.scheduler.costmodel import CostModel
@@ -202,7 +200,8 @@ def _planned(
     store = GraphStore.open(config.data.store, config.data.cache_dir)
     config, _ = within_memory(config, store)
     parallel = config.parallel
-    sizes = block_sizes(batch_source(config, store), step, parallel.microbatches)
+    source = batch_source(config, store)
+    sizes = block_sizes(source, step, parallel.microbatches)
     shapes = model_shapes(config, store)
     model, device, origin = CostModel(), "cpu", "recorded defaults for a CPU"
     if learn is not None:
@@ -220,8 +219,7 @@ def _planned(
     if search:
         shown = _searched(layout, members, lost, costs, cluster)
     else:
-        policy = balance_policy(config)
-        shown = _as_run(layout, members, lost, costs, cluster, policy, parallel.recompute)
+        shown = _as_run(config, layout, members, lost, costs, cluster, total_steps(config, source))
     shown.why = "; ".join([shown.why, *said])
     return shown
 
@@ -238,54 +236,55 @@ def _with_links(cluster: Cluster, model: CostModel) -> Cluster:
 
 
 def _as_run(
+    config: Config,
     layout: Layout,
     members: Sequence[int],
     lost: Sequence[int],
     costs: StepCosts,
     cluster: Cluster,
-    policy: BalancePolicy | None,
-    recompute: Recompute,
+    steps: int,
 ) -> Shown:
-    """What a run does, with the same functions: it begins, moves load, and goes on after losses."""
+    """What a run of ``steps`` steps does, with the same functions: it begins, moves load, goes over
+    to a better plan, and goes on after losses."""
+    from dtrain.planning import balance_policy, moves_ahead
     from dtrain.scheduler import Cluster
-    from dtrain.scheduler.balance import Balancer, times_on
     from dtrain.scheduler.planner import first_plan
     from dtrain.scheduler.predict import predict
     from dtrain.scheduler.recompute import recomputed, stages_to_recompute
     from dtrain.scheduler.relayout import replan_or_relayout
 
+    def again(plan: Plan) -> tuple[bool, ...]:
+        return stages_to_recompute(plan, costs, cluster.memory_bytes, config.parallel.recompute)
+
     def charged(plan: Plan) -> StepCosts:
         """The costs with what the plan has to compute again."""
-        again = stages_to_recompute(plan, costs, cluster.memory_bytes, recompute)
-        if any(again):
-            stages = [s for s, does in enumerate(again) if does]
-            said.append(f"stages {stages} recompute activations, which memory has no room for")
-        return recomputed(costs, again)
+        return recomputed(costs, again(plan))
 
     known, measured = Cluster(domains=cluster.domains), None
     plan = first_plan(layout, members, 1, known)
     said = [plan.reason]
-    spent = charged(plan)
-    expected = before = predict(plan, spent, cluster)
+    expected = before = predict(plan, charged(plan), cluster)
     pictures: dict[str, Spans] = {"predicted": expected.spans}
-    if policy is not None and len(members) > 1:
-        balancer, looks = Balancer(policy), policy.every * policy.looks
-        moves = [
-            balancer.observe(plan, times_on(plan, spent, cluster), known) for _ in range(looks)
-        ]
-        if (move := moves[-1]) is not None:
-            said.append(f"after {looks} steps {move.reason}")
-            plan, expected = move.plan, predict(move.plan, charged(move.plan), cluster)
-            known, measured = replace(known, slowness=move.slowness), move.costs
-            pictures = {"begun": before.spans, f"after {looks} steps": expected.spans}
-            before = expected
+    for when, move in moves_ahead(config, plan, charged, cluster, steps):
+        said.append(f"after {when} steps {move.reason}")
+        plan, measured = move.plan, move.costs
+        known = replace(known, slowness=move.slowness)
+        expected = predict(plan, charged(plan), cluster)
+        pictures = {"begun": before.spans, f"after {when} steps": expected.spans}
+    before = expected
     if lost:
+        policy = balance_policy(config)
         left = [w for w in members if w not in lost]
         search = policy is not None and policy.search
-        plan = replan_or_relayout(plan, left, 2, "", measured, known, search=search)
+        plan = replan_or_relayout(
+            plan, left, plan.generation + 1, "", measured, known, search=search
+        )
         expected = predict(plan, charged(plan), cluster)
         said += [plan.reason, _share(before, expected, members)]
         pictures = {"before": before.spans, "after the loss": expected.spans}
+    stages = [s for s, does in enumerate(again(plan)) if does]
+    if stages:
+        said.append(f"stages {stages} recompute activations, which memory has no room for")
     if expected.over:
         said.append(f"does not fit in the memory of workers {list(expected.over)}")
     return Shown(plan, expected, "; ".join(said), pictures, {})
@@ -303,7 +302,7 @@ def _searched(
     from dtrain.scheduler.search import choose_plan, choose_replan
 
     choice = choose_plan(layout, members, 1, costs, cluster)
-    said = ["searched, which no run does by itself"]
+    said = ["searched at once; a run goes over to it when costs are measured, if that pays"]
     pictures: dict[str, Spans] = {"predicted": choice.prediction.spans}
     if lost:
         before = choice.prediction

@@ -20,7 +20,14 @@ from dtrain.kernels import results
 from dtrain.kernels.rows.stored import StoredRows
 from dtrain.models.build import build_layers
 from dtrain.models.layer import LayerContext, Prepared, PreparingLayer, layer_key
-from dtrain.planning import batch_source, block_sizes, job_layout, layer_shape, within_memory
+from dtrain.planning import (
+    batch_source,
+    block_sizes,
+    job_layout,
+    layer_shape,
+    total_steps,
+    within_memory,
+)
 from dtrain.runtime.inputs import Prepare
 from dtrain.scheduler import Layout
 from dtrain.scheduler.costmodel import BlockSize, LayerShape
@@ -139,16 +146,6 @@ def prepare_job(config: Config, local_rank: int, workers: int) -> Job:
     return Job(
         config, store, source, layers, layout, reason, steps, identity, device, budget, features
     )
-
-
-def total_steps(config: Config, source: BatchSource) -> int:
-    """The number of steps after which the run is done."""
-    limits = []
-    if config.train.epochs is not None:
-        limits.append(config.train.epochs * source.steps_per_epoch)
-    if config.train.max_steps is not None:
-        limits.append(config.train.max_steps)
-    return min(limits)
 
 
 def _device(config: Config, local_rank: int) -> torch.device:

@@ -18,7 +18,13 @@ from dtrain.config import identity_digest
 from dtrain.data.features import CacheUse, FeatureCache
 from dtrain.errors import CannotGoOnError, LeftError, PeerLostError, ShutdownError
 from dtrain.evaluate import evaluate
-from dtrain.planning import balance_policy, memory_cluster, overhaul_policy
+from dtrain.planning import (
+    LEARN_FIRST,
+    TRANSFER_S,
+    balance_policy,
+    memory_cluster,
+    overhaul_policy,
+)
 from dtrain.runfolder import RunFolder, RunRecord, versions
 from dtrain.runtime.comm import MAX
 from dtrain.runtime.exact_sum import NonFiniteGradientError
@@ -35,14 +41,10 @@ from dtrain.scheduler.balance import Balancer, Move, StepTimes
 from dtrain.scheduler.overhaul import Overhaul
 
 _RECOVERIES = 20
-_LEARN_FIRST = 20
-"""Steps after which the costs of layers are known well enough to plan with."""
 _LEARN_EVERY = 200
 _WINDOW = 8
 """Steps whose measured times count when a plan is looked for."""
-_TRANSFER_S = 1e-3
-"""What load is moved for besides work: sending a megabyte between two workers of one machine took
-0.85 ms. Else a plan that sends all the time passes for as fast as one that sends nothing."""
+
 
 Metrics = dict[str, dict[str, float]]
 
@@ -150,7 +152,7 @@ class Training:
         generation, prefetcher = self._generation, self._prefetcher
         if self._balancer is None or outcome.skipped or len(generation.peers) == 1:
             return
-        cluster = replace(generation.cluster, latency_s=_TRANSFER_S)
+        cluster = replace(generation.cluster, latency_s=TRANSFER_S)
         move = self._balancer.observe(generation.plan, outcome.times, cluster)
         if move is None:
             return
@@ -179,14 +181,14 @@ class Training:
             self._times.append(outcome.times)
         self._steps += 1
         done = self._holdings.progress.step
-        if self._steps != _LEARN_FIRST and done % _LEARN_EVERY:
+        if self._steps != LEARN_FIRST and done % _LEARN_EVERY:
             return None
         limits = memory_cluster(job.config, list(generation.peers)).memory_bytes
         move = self._overhaul.look(
             generation.plan,
             list(self._times),
             job.total_steps - done,
-            replace(generation.cluster, latency_s=_TRANSFER_S, memory_bytes=limits),
+            replace(generation.cluster, latency_s=TRANSFER_S, memory_bytes=limits),
             generation.costs_besides,
         )
         if move is not None and generation.leads:
@@ -196,7 +198,7 @@ class Training:
     def _learn(self) -> None:
         """Now and then tell each other what the layers cost; the checkpoint keeps it."""
         done = self._holdings.progress.step
-        if done == _LEARN_FIRST or done % _LEARN_EVERY == 0:
+        if done == LEARN_FIRST or done % _LEARN_EVERY == 0:
             self._generation.learn()
             self._times.clear()
             if self._balancer is not None:

@@ -75,13 +75,20 @@ def test_the_plan_is_the_one_that_a_run_makes(
     moved = as_json(capsys, str(config_file), "--workers", "3")
     assert "after 8 steps all workers are alike" in moved["reason"]
     assert moved["predicted_step_ms"] < found["predicted_step_ms"]
+    long = ["--workers", "3", "--set", "train.max_steps=100000", "--set", "parallel.redundancy=1"]
+    best = as_json(capsys, str(config_file), *long)
+    assert "after 20 steps" in best["reason"]
+    assert "with further holders" in best["reason"]
+    assert sum(map(len, best["holders"])) > 3
+    limited = as_json(capsys, str(config_file), *long, "--set", "memory.limit=2GB")
+    assert "with further holders" not in limited["reason"]
 
 
 def test_a_searched_plan_is_compared_with_others_and_named_as_such(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = as_json(capsys, str(config_file), "--workers", "3", "--search")
-    assert "which no run does by itself" in found["reason"]
+    assert "searched at once" in found["reason"]
     assert found["predicted_step_ms"] <= found["compared_ms"]["1f1b in arrival order"]
     assert min(found["compared_ms"].values()) == pytest.approx(found["predicted_step_ms"])
     lost = as_json(capsys, str(config_file), "--workers", "3", "--search", "--fail", "1")
