@@ -12,7 +12,6 @@ from dtrain.config import Config
 from dtrain.data.batches import BatchSource
 from dtrain.data.budget import Budget, microbatches_within
 from dtrain.data.store import GraphStore
-from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
 from dtrain.scheduler import Cluster, Layout, Plan, StepCosts, even_cuts
 from dtrain.scheduler.balance import BalancePolicy, Balancer, Move, times_on
@@ -69,18 +68,14 @@ def total_steps(config: Config, source: BatchSource) -> int:
     return min(limits)
 
 
-def config_cuts(config: Config) -> tuple[int, ...]:
-    """The cuts that the configuration names: its own, or even ones.
-
-    Raises:
-        DtrainError: it leaves the number of stages open.
-    """
+def fixed_cuts(config: Config) -> tuple[int, ...] | None:
+    """The cuts that the configuration leaves no choice of; None where costs decide."""
     layers, parallel = config.model.layers, config.parallel
     if parallel.stages == "auto":
-        raise DtrainError("parallel.stages: expected a number, got auto; set it")
+        return None
     if parallel.cuts is not None:
         return (0, *parallel.cuts, layers)
-    return even_cuts(layers, parallel.stages)
+    return even_cuts(layers, parallel.stages) if parallel.stages in (1, layers) else None
 
 
 def layout_of(config: Config, cuts: tuple[int, ...]) -> Layout:
@@ -94,18 +89,19 @@ def job_layout(
 ) -> tuple[Layout, str]:
     """The layout that all workers of a job compute alike, and why if it was chosen.
 
-    With ``parallel.stages: auto`` the costs are the recorded defaults on the blocks of the first
-    step, since all must agree before anything was measured.
+    Where there is a choice the costs are the recorded defaults on the blocks of the first step,
+    since all must agree before anything was measured.
     """
-    if config.parallel.stages != "auto":
-        return layout_of(config, config_cuts(config)), ""
+    cuts = fixed_cuts(config)
+    if cuts is not None:
+        return layout_of(config, cuts), ""
     sizes = block_sizes(source, 0, config.parallel.microbatches)
     shapes = [layer_shape(layer) for layer in layers]
-    found = auto_stages(config, CostModel(), "cpu", shapes, sizes, range(workers))
+    found = find_stages(config, CostModel(), "cpu", shapes, sizes, range(workers))
     return found.plan.layout, found.reason
 
 
-def auto_stages(
+def find_stages(
     config: Config,
     model: CostModel,
     device: str,
@@ -114,8 +110,14 @@ def auto_stages(
     workers: Sequence[int],
     cluster: Cluster | None = None,
 ) -> StageCount:
-    """The number of stages that is predicted fastest within the workers' memory."""
+    """The cuts that are predicted fastest within the workers' memory.
+
+    Into as many stages as the configuration says, on a worker each, however many there are; with
+    ``auto``, into as many as is fastest.
+    """
     parallel = config.parallel
+    wanted = None if parallel.stages == "auto" else parallel.stages
+    workers = workers if wanted is None else range(wanted)
     return choose_stages(
         lambda cuts: costs_of_sizes(config, model, device, shapes, cuts, sizes),
         config.model.layers,
@@ -126,6 +128,7 @@ def auto_stages(
         schedule=parallel.schedule,
         cluster=cluster or memory_cluster(config, workers),
         recompute=parallel.recompute,
+        stages=wanted,
     )
 
 

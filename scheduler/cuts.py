@@ -138,14 +138,17 @@ def choose_stages(
     schedule: Schedule = "1f1b",
     cluster: Cluster = UNIFORM,
     recompute: Recompute = "auto",
-    most: int | None = None,
+    stages: int | None = None,
 ) -> StageCount:
-    """Try 1 (pure data parallelism) to ``most`` stages and take the fastest within memory.
+    """Cut the layers into so many stages where that is fastest within memory.
+
+    ``stages``: None: 1 (pure data parallelism) to ``num_layers``, whichever is fastest.
 
     What is compared are the plans that a run makes (:func:`dtrain.scheduler.planner.first_plan`),
     which nobody searches, with the time that the stages take which compute activations again. Cuts
     are those that are fastest where nothing is computed again, and those that are if memory has no
-    limit. Of equal plans the fewest stages; where none fits, the one that lacks the least memory.
+    limit, with as many workers for each stage or as many as its work asks for. Of equal plans the
+    fewest stages; where none fits, the one that lacks the least memory.
 
     ``costs_of(cuts)``: the costs of the step under those cuts. ``recompute``: as a run has it.
 
@@ -157,8 +160,13 @@ def choose_stages(
         (cluster.memory_bytes[w] for w in workers if w in cluster.memory_bytes), default=None
     )
     found: dict[int, _Cut] = {}
-    for stages in range(1, min(most or num_layers, num_layers) + 1):
-        tried = {cut_stages(single, stages, len(workers), limit) for limit in (memory, None)}
+    for count in range(1, num_layers + 1) if stages is None else [stages]:
+        # The programme gives a heavy stage more workers; a first plan deals out as many to each.
+        tried = {
+            cut_stages(single, count, shares, limit)
+            for limit in (memory, None)
+            for shares in (len(workers), count)
+        }
         candidates = []
         for cuts in sorted(cuts for cuts in tried if cuts is not None):
             layout = Layout(cuts, microbatches, redundancy, schedule)
@@ -167,8 +175,8 @@ def choose_stages(
             again = stages_to_recompute(plan, costs, cluster.memory_bytes, recompute)
             prediction = predict(plan, recomputed(costs, again), cluster)
             candidates.append(_Cut(plan, prediction, again))
-        found[stages] = min(candidates, key=lambda cut: cut.worth(cluster))
-    best = min(found, key=lambda stages: (found[stages].worth(cluster), stages))
+        found[count] = min(candidates, key=lambda cut: cut.worth(cluster))
+    best = min(found, key=lambda count: (found[count].worth(cluster), count))
     return StageCount(
         best,
         {stages: cut.plan for stages, cut in found.items()},
@@ -189,6 +197,9 @@ class _Cut:
 
 
 def _compared(found: dict[int, _Cut], best: int, schedule: Schedule) -> str:
+    if len(found) == 1:
+        said = f"{found[best].prediction.step_ticks / 1e6:.2f} ms in {schedule} order"
+        return f"{best} stages cut before layers {found[best].plan.layout.cuts[1:-1]}: {said}"
     parts = []
     for stages, cut in found.items():
         said = f"{stages}: {cut.prediction.step_ticks / 1e6:.2f} ms"

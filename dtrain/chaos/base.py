@@ -10,7 +10,7 @@ from typing import Any
 from dtrain.chaos.scenario import Shape
 from dtrain.config import Config, check_config
 from dtrain.errors import DtrainError
-from dtrain.scheduler import make_plan
+from dtrain.scheduler import even_cuts, make_plan
 
 MODELS = ("sage", "gcn")
 ZERO_STAGES = (0, 1)
@@ -84,8 +84,11 @@ def checked(raw: Mapping[str, Any], name: str) -> Config:
 
 def shape_of(config: Config, workers: int) -> Shape:
     """The first plan of a job of so many workers."""
-    from dtrain.planning import config_cuts, layout_of
+    from dtrain.planning import layout_of
 
-    plan = make_plan(layout_of(config, config_cuts(config)), range(workers), 1)
+    assert isinstance(config.parallel.stages, int)
+    # Who holds and executes a stage in a first plan does not depend on where it is cut.
+    cuts = even_cuts(config.model.layers, config.parallel.stages)
+    plan = make_plan(layout_of(config, cuts), range(workers), 1)
     executors = tuple(tuple(sorted(set(stage))) for stage in plan.executors)
     return Shape(workers, plan.holders, executors)

@@ -185,11 +185,11 @@ def _planned(
 ) -> Shown:
     from dtrain.data.store import GraphStore
     from dtrain.planning import (
-        auto_stages,
         batch_source,
         block_sizes,
-        config_cuts,
         costs_of_sizes,
+        find_stages,
+        fixed_cuts,
         layout_of,
         model_shapes,
         total_steps,
@@ -209,12 +209,12 @@ def _planned(
         origin = f"the recorded actions of {learn}"
         cluster = _with_links(cluster, model)
     said = [f"costs from {origin}"]
-    if parallel.stages == "auto":
-        found = auto_stages(config, model, device, shapes, sizes, members, cluster)
-        layout = found.plan.layout
+    cuts = fixed_cuts(config)
+    if cuts is None:
+        found = find_stages(config, model, device, shapes, sizes, members, cluster)
+        cuts = found.plan.layout.cuts
         said.append(found.reason)
-    else:
-        layout = layout_of(config, config_cuts(config))
+    layout = layout_of(config, cuts)
     costs = costs_of_sizes(config, model, device, shapes, layout.cuts, sizes)
     if search:
         shown = _searched(layout, members, lost, costs, cluster)

@@ -315,7 +315,8 @@ def test_a_slow_worker_keeps_the_share_that_it_can_finish(
     job = trainers.start({**raw, "faults": slow}, 4, "run")
     assert job.join() == [0] * 4
     record = assert_same(trainers, job, wanted)
-    assert (record["workers"], record["generations"]) == (4, 1)
+    assert record["workers"] == 4
+    assert record["generations"] == 1 + len(job.events("plan_chosen"))
     first = job.events("generation_started")[0]["executors"]
     moved = next(e for e in job.events("load_moved") if e["slowness"].get("1", 1.0) > 5.0)
     for run_dir in (job.run_dir, trainers.folder / "alone"):

@@ -10,7 +10,7 @@ from dtrain.config import load_config
 from dtrain.data.store import GraphStore
 from dtrain.errors import DtrainError
 from dtrain.models.build import build_layers
-from dtrain.planning import batch_source, config_cuts, job_layout, layer_shape
+from dtrain.planning import batch_source, fixed_cuts, job_layout, layer_shape
 from dtrain.scheduler import Layout
 
 
@@ -22,9 +22,22 @@ def layout(config_file: Path, *overrides: str, workers: int = 4) -> tuple[Layout
     return job_layout(config, batch_source(config, store), layers, workers)
 
 
-def test_a_number_is_taken_as_it_is(config_file: Path) -> None:
-    assert layout(config_file) == (Layout((0, 1, 3), 6), "")
-    assert layout(config_file, "parallel.cuts=[2]")[0].cuts == (0, 2, 3)
+def test_what_leaves_no_choice_is_taken_as_it_is(config_file: Path) -> None:
+    assert layout(config_file, "parallel.stages=1") == (Layout((0, 3), 6), "")
+    assert layout(config_file, "parallel.stages=3") == (Layout((0, 1, 2, 3), 6), "")
+    assert layout(config_file, "parallel.cuts=[2]") == (Layout((0, 2, 3), 6), "")
+
+
+def test_a_number_of_stages_is_cut_where_the_slowest_is_fastest(config_file: Path) -> None:
+    found, reason = layout(config_file)
+    assert found == Layout((0, 1, 3), 6)
+    assert reason.startswith("2 stages cut before layers (1,): ")
+    assert layout(config_file, workers=64) == (found, reason)
+    assert layout(config_file, workers=1)[0] == found
+    # Sampled blocks shrink from layer to layer; without sampling only the last ones are small.
+    six = ["model.layers=6", "parallel.stages=3"]
+    assert layout(config_file, *six, "sampler.fanouts=[3,3,3,3,3,3]")[0].cuts == (0, 1, 3, 6)
+    assert layout(config_file, *six, "sampler={name: full}")[0].cuts == (0, 2, 3, 6)
 
 
 def test_auto_chooses_by_memory_and_says_so(config_file: Path) -> None:
@@ -43,10 +56,8 @@ def test_auto_chooses_by_memory_and_says_so(config_file: Path) -> None:
     assert "(does not fit in memory)" in why
 
 
-def test_auto_is_no_number_where_one_is_needed(config_file: Path) -> None:
-    config = load_config(config_file, ["parallel.stages=auto"])
-    with pytest.raises(DtrainError, match="expected a number, got auto"):
-        config_cuts(config)
+def test_auto_has_no_cuts_of_its_own(config_file: Path) -> None:
+    assert fixed_cuts(load_config(config_file, ["parallel.stages=auto"])) is None
     with pytest.raises(DtrainError, match=r"cuts: expected none with parallel\.stages=auto"):
         load_config(config_file, ["parallel.stages=auto", "parallel.cuts=[1]"])
 
