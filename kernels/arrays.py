@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_COMPILED = (torch.float32, torch.float64)
+COMPILED = (torch.float32, torch.float64)
 
 
 def array(x: Tensor) -> Any:
@@ -17,7 +18,7 @@ def array(x: Tensor) -> Any:
 
 def wide(x: Tensor) -> Tensor:
     """``x`` without autograd, contiguous, in float64 if it is that and else in float32."""
-    dtype = x.dtype if x.dtype in _COMPILED else torch.float32
+    dtype = x.dtype if x.dtype in COMPILED else torch.float32
     return x.detach().to(dtype).contiguous()
 
 
@@ -25,4 +26,16 @@ def flat_bits(x: Tensor) -> Any:
     """``x`` as a flat array of float32 or float64, or of uint16 for the bits of bfloat16."""
     if x.dtype == torch.bfloat16:
         return x.detach().contiguous().view(torch.uint16).numpy().reshape(-1)
-    return wide(x).numpy().reshape(-1)
+    return flat_values(x, np.float64 if x.dtype == torch.float64 else np.float32)
+
+
+def flat_values(x: Tensor, dtype: Any) -> Any:
+    """``x`` without autograd as a flat array of float32 or float64, which ``dtype`` says.
+
+    Each of torch's operations costs some microseconds where its code is not in the caches: none
+    is called for what is such an array already.
+    """
+    wanted = torch.float64 if dtype == np.float64 else torch.float32
+    if x.dtype != wanted or x.requires_grad or not x.is_contiguous():
+        x = x.detach().to(wanted).contiguous()
+    return x.numpy().reshape(-1)

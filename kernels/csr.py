@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.kernels import csr_cpu
+from dtrain.kernels import csr_cpu, threads
 from dtrain.kernels.pieces import Pieces, cut_rows
 
 
@@ -36,6 +36,7 @@ class Csr:
     _narrow: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     _used: bool = field(default=False, repr=False)
     _arrays: tuple[Any, Any] | None = field(default=None, repr=False)
+    _bounds: dict[int, Any] = field(default_factory=dict, repr=False)
     _shares: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
     _ones: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
 
@@ -184,6 +185,17 @@ class Csr:
             indptr, indices = self.narrow()
             self._arrays = indptr.numpy(), indices.numpy()
         return self._arrays
+
+    def bounds(self, parts: int) -> Any:
+        """int64 [parts + 1]: rows at which ranges of about equal work begin, and the end; kept.
+
+        There are as many ranges as rows at most, and one at least.
+        """
+        parts = max(1, min(parts, self.num_rows))
+        if parts not in self._bounds:
+            work = self.nnz + self.num_rows
+            self._bounds[parts] = threads.balanced(self.indptr.numpy(), work, parts)
+        return self._bounds[parts]
 
     def shares(self, dtype: torch.dtype) -> Tensor:
         """What each entry of the transposed pattern has of the mean of its row here, kept."""

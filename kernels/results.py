@@ -1,6 +1,7 @@
 """Memory for the results of compiled loops, used again when nobody holds a result any more.
 
-The C library gives blocks above 32 MB back to the system at once. A fresh 100 MB are as many page
+The C library gives large blocks back to the system at once: those above 32 MB always, and smaller
+ones as it goes. A fresh 100 MB are as many page
 faults, and zeros written by the system, as take longer than the sum that fills them where rows have
 two entries (a road network, F=256: 42 ms, and 25 in memory that was used before).
 """
@@ -13,9 +14,12 @@ import weakref
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 _LINE = 64  # bytes: a row of 16 floats that begins with a line is read in one access
-_LARGE = 32 << 20
+_LARGE = 4 << 20
+"""Bytes from which the C library may take fresh memory for each result."""
 _KEPT_BYTES = 512 << 20
 
 
@@ -36,6 +40,18 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     result = np.frombuffer(memoryview(raw), dtype, count, -raw.ctypes.data % _LINE)
     weakref.finalize(result, _kept().give_back, raw).atexit = False
     return result.reshape(shape)
+
+
+def result(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """An uninitialised tensor (float32 or float64) that begins with a cache line, and its elements
+    as a flat array."""
+    count = math.prod(shape)
+    if count * dtype.itemsize < _LARGE:
+        # Torch's allocator begins with a line, too, and costs a third of the steps of empty().
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        return tensor, tensor.numpy().reshape(-1)
+    array = empty((count,), np.float64 if dtype == torch.float64 else np.float32)
+    return torch.from_numpy(array.reshape(shape)), array
 
 
 def release() -> None:

@@ -24,6 +24,8 @@ SERIAL_WORK = 1 << 16
 """Elements below which handing work to another thread costs more than it saves."""
 _RANGES = 4
 """For each thread, where there is work enough."""
+_TURNS = 16
+"""The same where the next range is one addition away."""
 
 
 def thread_count() -> int:
@@ -43,7 +45,36 @@ def over_rows(indptr: Any, work_per_entry: int, loop: Callable[[int, int], None]
     if parts <= 1:
         loop(0, num_rows)
         return
-    _run(_bounds(indptr, total, parts).tolist(), loop)
+    _run(balanced(indptr, total, parts).tolist(), loop)
+
+
+def over_turns(bounds: Any, start: Any, loop: Any, arguments: Any) -> None:
+    """Call ``loop(counter, bounds, *arguments)`` on threads that run compiled code alone.
+
+    ``bounds``: int64 [ranges + 1], of ranges of rows. ``loop``: compiled, takes the ranges that the
+    counter (int64 [1]) gives it, one after the other. ``start(team, threads, bounds, *arguments)``:
+    compiled, calls ``loop`` with a new counter on so many threads of the team at that address.
+    """
+    threads = min(thread_count(), len(bounds) - 1)
+    if threads > 1 and not team_address():
+        counter = np.zeros(1, np.int64)
+        with ThreadPoolExecutor(threads) as pool:
+            runs = [pool.submit(loop, counter, bounds, *arguments) for _ in range(threads)]
+            for run in runs:
+                run.result()
+        return
+    start(team_address(), threads, bounds, *arguments)
+
+
+def turns(work: int) -> int:
+    """Into how many ranges to cut so many elements for :func:`over_turns`."""
+    return _parts(work, _TURNS, SERIAL_WORK // 4)
+
+
+def even_bounds(size: int, work_per_item: int) -> Any:
+    """int64 [ranges + 1]: ``size`` items of equal work cut for :func:`over_turns`."""
+    parts = turns(size * work_per_item)
+    return np.arange(parts + 1) * size // parts
 
 
 def over_range(size: int, work_per_item: int, loop: Callable[[int, int], None]) -> None:
@@ -55,16 +86,16 @@ def over_range(size: int, work_per_item: int, loop: Callable[[int, int], None]) 
     _run([size * i // parts for i in range(parts + 1)], loop)
 
 
-def _parts(work: int) -> int:
-    """How many ranges so many elements are worth."""
+def _parts(work: int, most: int = _RANGES, least_work: int = SERIAL_WORK) -> int:
+    """How many ranges so many elements are worth: ``most`` for each thread, of ``least_work``."""
     threads = thread_count()
     if threads == 1 or work < SERIAL_WORK:
         return 1
-    return threads * max(1, min(_RANGES, work // (threads * SERIAL_WORK)))
+    return threads * max(1, min(most, work // (threads * least_work)))
 
 
 @numba.njit(cache=True)
-def _bounds(indptr: Any, work: Any, parts: Any) -> Any:
+def balanced(indptr: Any, work: Any, parts: Any) -> Any:
     """Rows at which ranges of a pattern begin that have about ``work / parts`` each, and the end.
 
     A search in Python took as long as a small product: 8 ranges of 10,000 rows 30 microseconds.
@@ -106,6 +137,13 @@ def _run(bounds: list[int], loop: Callable[[int, int], None]) -> None:
     openmp.GOMP_parallel(_PART(part), None, min(thread_count(), len(ranges)), 0)
     if errors:
         raise errors[0]
+
+
+@functools.cache
+def team_address() -> int:
+    """Where ``GOMP_parallel`` of torch's OpenMP library lies, 0 where there is none."""
+    openmp = _openmp()
+    return ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value or 0 if openmp else 0
 
 
 _PART = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -67,8 +68,10 @@ def medians_ms(
 
     Every one is called once before the first measurement, and at least three times after it,
     except a peer's way that was then far slower than another way of the same peer. ``timed`` calls
-    one and gives the seconds it took.
+    one and gives the seconds it took. The order is drawn anew for each turn: after the same
+    contender every time, one would always find the caches as that one left them.
     """
+    shuffle = random.Random(0).shuffle
     first = {name: timed(call) for name, call in contenders.items()}
     taken: dict[str, list[float]] = {}
     for name, seconds in first.items():
@@ -78,8 +81,10 @@ def medians_ms(
     end = time.perf_counter() + budget_s
     turns = 0
     while turns < _FEWEST or (turns < _MOST and time.perf_counter() < end):
-        for name, times in taken.items():
-            times.append(timed(contenders[name]))
+        names = list(taken)
+        shuffle(names)
+        for name in names:
+            taken[name].append(timed(contenders[name]))
         turns += 1
     return {name: statistics.median(times) * 1e3 for name, times in taken.items()}
 

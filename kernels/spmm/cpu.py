@@ -13,16 +13,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.kernels.arrays import array, flat_bits, wide
+from dtrain.kernels.arrays import COMPILED, array, flat_bits, flat_values, wide
 from dtrain.kernels.csr import Csr
-from dtrain.kernels.results import empty
+from dtrain.kernels.results import empty, result
+from dtrain.kernels.simd import copy_elements
 from dtrain.kernels.spmm.tiles import chosen_rows, extreme_rows, sum_rows
-from dtrain.kernels.threads import over_rows
+from dtrain.kernels.team import next_turn, on_team
+from dtrain.kernels.threads import even_bounds, over_rows, over_turns, turns
 
 _NARROW = 16
 """Columns of a row that is one tile: there is no other to go over."""
 _TOGETHER = 64
 """Entries of the rows that a tile goes over before the next: their rows of ``x`` stay at hand."""
+_LINE = 64  # bytes
+_TILE = 64
+"""Columns of a tile of a copy of ``x``."""
+_TILE_BYTES = 4 << 20
+"""Most bytes of such a tile, twice what a core's cache may hold."""
+_READS = 32
+"""Entries for each row of ``x`` from which such a copy pays."""
+_BEYOND_CACHES = 16 << 20
+"""Bytes of results from which they are written past the caches, as to write into a line that is
+not there, a processor reads it first. That pays even where the next operator reads them: a road
+network, F=64, and a sum over the results: 3.7 and 2.9 ms."""
 
 
 def spmm(csr: Csr, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -63,17 +76,30 @@ def spmm_extreme_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
 
 def _summed(csr: Csr, x: Tensor, weight: Tensor | None, *, mean: bool) -> Tensor:
     source, width = flat_bits(x), x.shape[1]
-    out = empty((csr.num_rows, width), _result_type(x))
     indptr, indices = csr.for_loops()
-    numbers = None
-    if weight is not None:
-        numbers = array(weight.to(torch.float64 if out.dtype == np.float64 else torch.float32))
+    out, found = result((csr.num_rows, width), x.dtype if x.dtype in COMPILED else torch.float32)
+    numbers = None if weight is None else flat_values(weight, found.dtype)
+    source, tile = _in_tiles(source, csr, width)
+    past_caches = found.nbytes >= _BEYOND_CACHES and width * found.itemsize % _LINE == 0
+    arguments = (indptr, indices, numbers, source, found, width, mean, tile, past_caches)
+    bounds = csr.bounds(turns((csr.nnz + csr.num_rows) * width))
+    over_turns(bounds, _sum_on_team, _sum_turns, arguments)
+    return out if out.dtype == x.dtype else out.to(x.dtype)
 
-    def loop(first: int, end: int) -> None:
-        _sum(first, end, indptr, indices, numbers, source, out.reshape(-1), width, mean)
 
-    over_rows(indptr, width, loop)
-    return torch.from_numpy(out).to(x.dtype)
+def _in_tiles(source: Any, csr: Csr, width: int) -> tuple[Any, int]:
+    """``x`` or a copy of it that has one tile of columns after the other, and a tile's columns.
+
+    Where rows are read so often that to copy them costs little, and a tile of all of them nearly
+    fits into a core's cache, all entries are gone over once for each tile.
+    """
+    reads = csr.nnz / max(csr.num_cols, 1)
+    if width <= _TILE or reads < _READS or _TILE * source.itemsize * csr.num_cols > _TILE_BYTES:
+        return source, width
+    copy = empty((source.size,), source.dtype)
+    bounds = even_bounds(csr.num_cols, width)
+    over_turns(bounds, _copy_on_team, _copy_turns, (source, copy, width, _TILE))
+    return copy, _TILE
 
 
 def _best(csr: Csr, x: Tensor, argument: Any, *, largest: bool) -> Tensor:
@@ -112,6 +138,89 @@ def _together(indptr: Any, row: Any, end: Any, width: Any) -> Any:
 
 
 @numba.njit(cache=True, nogil=True)
+def _copy_on_team(
+    team: Any, threads: Any, bounds: Any, x: Any, copy: Any, width: Any, tile: Any
+) -> None:
+    turn = np.zeros(1, np.int64)
+    if threads > 1:
+        on_team(team, threads, _copy_turns, (turn, bounds, x, copy, width, tile))
+    else:
+        _copy_turns(turn, bounds, x, copy, width, tile)
+
+
+@numba.njit(cache=True, nogil=True)
+def _copy_turns(turn: Any, bounds: Any, x: Any, copy: Any, width: Any, tile: Any) -> None:
+    """Ranges of rows; in the copy all rows of a tile of columns precede those of the next."""
+    num_rows = x.size // width
+    while True:
+        i = next_turn(turn)
+        if i >= bounds.size - 1:
+            break
+        first, end = bounds[i], bounds[i + 1]
+        for row in range(first, end):
+            for column in range(0, width, tile):
+                size = min(tile, width - column)
+                to = column * num_rows + row * size
+                copy_elements(copy, to, x, row * width + column, size)
+
+
+@numba.njit(cache=True, nogil=True)
+def _sum_on_team(
+    team: Any,
+    threads: Any,
+    bounds: Any,
+    indptr: Any,
+    indices: Any,
+    weight: Any,
+    x: Any,
+    out: Any,
+    width: Any,
+    mean: Any,
+    tile: Any,
+    past_caches: Any,
+) -> None:
+    turn = np.zeros(1, np.int64)
+    arguments = (
+        turn, bounds, indptr, indices, weight, x, out, width, mean, tile, past_caches
+    )  # fmt: skip
+    if threads > 1:
+        on_team(team, threads, _sum_turns, arguments)
+    else:
+        _sum_turns(*arguments)
+
+
+@numba.njit(cache=True, nogil=True)
+def _sum_turns(
+    turn: Any,
+    bounds: Any,
+    indptr: Any,
+    indices: Any,
+    weight: Any,
+    x: Any,
+    out: Any,
+    width: Any,
+    mean: Any,
+    tile: Any,
+    past_caches: Any,
+) -> None:
+    """Ranges of rows for one tile of columns, then for the next, as long as one is left."""
+    ranges = bounds.size - 1
+    num_cols = x.size // max(width, 1)
+    while True:
+        taken = next_turn(turn)
+        column = taken // ranges * tile
+        if column >= width:
+            break
+        size = min(tile, width - column)
+        part = x[column * num_cols : (column + size) * num_cols]
+        i = taken % ranges
+        _sum(
+            bounds[i], bounds[i + 1], indptr, indices, weight, part, out, size, mean, column,
+            width, past_caches
+        )  # fmt: skip
+
+
+@numba.njit(cache=True, nogil=True)
 def _sum(
     first: Any,
     end: Any,
@@ -120,13 +229,26 @@ def _sum(
     weight: Any,
     x: Any,
     out: Any,
-    width: Any,
+    size: Any,
     mean: Any,
+    begin: Any,
+    stride: Any,
+    past_caches: Any,
 ) -> None:
     row = first
+    whole = size * out.itemsize % _LINE == 0
     while row < end:
-        stop = _together(indptr, row, end, width)
-        sum_rows(x, indices, indptr, weight, out, row, stop, width, mean)
+        stop = _together(indptr, row, end, size)
+        if whole:
+            sum_rows(
+                x, indices, indptr, weight, out, row, stop, size, mean, begin, stride, past_caches,
+                "whole"
+            )  # fmt: skip
+        else:
+            sum_rows(
+                x, indices, indptr, weight, out, row, stop, size, mean, begin, stride, past_caches,
+                "some"
+            )  # fmt: skip
         row = stop
 
 

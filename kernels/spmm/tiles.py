@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 
 from dtrain.kernels.simd import I64, data_of, intrinsic
-from dtrain.kernels.spmm.walk import Reduction, Tile, Vectors, Walk
+from dtrain.kernels.spmm.walk import Place, Reduction, Tile, Vectors, Walk
 
 
 @intrinsic
@@ -24,17 +24,29 @@ def sum_rows(
     end: Any,
     width: Any,
     mean: Any,
+    begin: Any,
+    stride: Any,
+    past_caches: Any,
+    lanes: Any,
 ) -> Any:
     """``out[row] = sum(weight[k] * x[indices[k]])`` for the entries k of rows first .. end - 1.
 
     All arrays are flat, ``indices`` and ``indptr`` int32 or int64; ``weight`` may be numba's None
-    for ones. With ``mean`` (bool) the sum is divided by the number of entries.
+    for ones. With ``mean`` (bool) the sum is divided by the number of entries. For ``begin``,
+    ``stride`` and ``past_caches`` see :class:`dtrain.kernels.spmm.walk.Place`; ``lanes`` is "whole"
+    where all vectors are, or "some".
     """
     weighted = not isinstance(weight, types.NoneType)
-    signature = types.void(x, indices, indptr, weight, out, *[types.int64] * 3, types.boolean)
+    flag = types.boolean
+    numbers = types.int64
+    signature = types.void(
+        x, indices, indptr, weight, out, *[numbers] * 3, flag, numbers, numbers, flag, lanes
+    )
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        walk = Walk(context, builder, signature, arguments, range(5, 8))
+        at, distance, past = arguments[9:12]
+        to = Place(at, distance, past, whole=lanes.literal_value == "whole")
+        walk = Walk(context, builder, signature, arguments, range(5, 8), to=to)
         code, mean = walk.code, arguments[8]
         out = data_of(context, builder, signature.args[4], arguments[4])
         if weighted:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llvmlite import ir
+
 from dtrain.kernels.simd import I64, EntryLoop, VectorCode, data_of, length_of, over_columns
 
 Vectors = list[Any]
@@ -34,11 +36,27 @@ class Reduction:
     finish: Callable[[Any, Any, Vectors, Callable[[Any, Vectors], None]], None]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where results go, as emitted values: row ``i`` begins at ``begin + i * stride`` (int64).
+
+    ``past_caches`` (bool): whether they are written to memory at once, for which every row begins
+    with a cache line. ``whole``: a width is known to be a multiple of a vector's lanes, so nothing
+    is masked; only then can results go past the caches.
+    """
+
+    begin: Any
+    stride: Any
+    past_caches: Any
+    whole: bool
+
+
 class Walk:
     """Rows ``first .. end - 1`` of a pattern, in the code of an intrinsic.
 
     Its first arguments are ``x``, ``indices`` and ``indptr``; ``bounds`` says which are ``first``,
-    ``end`` and ``width``. ``others``: flat arrays that are read where ``x`` is.
+    ``end`` and ``width``. ``others``: flat arrays that are read where ``x`` is. ``to``: where
+    results go, by default to rows of ``width``.
     """
 
     def __init__(
@@ -49,6 +67,7 @@ class Walk:
         arguments: Any,
         bounds: range,
         others: Sequence[Any] = (),
+        to: Place | None = None,
     ) -> None:
         self.builder = builder
         self.x, self._indices, self._indptr = (
@@ -56,6 +75,7 @@ class Walk:
         )
         self.sources = [self.x, *others]
         self._first, self._end, self.width = (arguments[i] for i in bounds)
+        self.to = to or Place(I64(0), self.width, ir.IntType(1)(0), whole=False)
         self._nnz = length_of(context, builder, signature.args[1], arguments[1])
         self.code = VectorCode(builder, signature.args[0].dtype)
 
@@ -157,7 +177,8 @@ class Tile:
 
     def __init__(self, walk: Walk, column: Any, count: int, left: Any) -> None:
         self._walk, self._column, self.count = walk, column, count
-        self._masks = walk.code.tile_masks(count, left)
+        whole = walk.to.whole
+        self._masks = [None] * count if whole else walk.code.tile_masks(count, left)
 
     def load(self, entry: Any) -> Vectors:
         """The vectors of the row of ``x`` that the entry names."""
@@ -179,12 +200,23 @@ class Tile:
 
     def storing(self, row: Any) -> Callable[[Any, Vectors], None]:
         """A function that writes vectors to the row's place in a flat array."""
-        begin = self._walk.builder.mul(row, self._walk.width)
-        begin = self._walk.builder.add(begin, self._column)
+        walk, builder = self._walk, self._walk.builder
+        begin = builder.add(builder.mul(row, walk.to.stride), walk.to.begin)
+        places = self._from(builder.add(begin, self._column))
 
         def store(to: Any, vectors: Vectors) -> None:
-            for vector, (at, mask) in zip(vectors, self._from(begin), strict=True):
-                self._walk.code.store(vector, to, at, mask)
+            pairs = list(zip(vectors, places, strict=True))
+            if not walk.to.whole:
+                for vector, (at, mask) in pairs:
+                    walk.code.store(vector, to, at, mask)
+                return
+            with builder.if_else(walk.to.past_caches) as (then, otherwise):
+                with then:
+                    for vector, (at, _) in pairs:
+                        walk.code.stream(vector, to, at)
+                with otherwise:
+                    for vector, (at, _) in pairs:
+                        walk.code.store(vector, to, at)
 
         return store
 

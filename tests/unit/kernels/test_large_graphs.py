@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from dtrain.data.importers import ImportOptions, import_graph
+from dtrain.kernels import threads
 from dtrain.kernels.csr import Csr
 from dtrain.kernels.edge_softmax import edge_softmax
 from dtrain.kernels.edge_softmax import reference as softmax_reference
 from dtrain.kernels.gat import gat
 from dtrain.kernels.gat import reference as gat_reference
 from dtrain.kernels.gat.reference import Attention
-from dtrain.kernels.spmm import reference, spmm, spmm_max, spmm_mean, spmm_min
+from dtrain.kernels.spmm import cpu, reference, spmm, spmm_max, spmm_mean, spmm_min
 
 HUB = 50_000
 Operator = Callable[..., Tensor]
@@ -132,3 +133,31 @@ def test_narrow_products_of_long_rows_are_the_reference_s(long_rows: Csr, backwa
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         a, b = (torch.autograd.grad(out, x, grad)[0] for out in (found, expected))
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# Ways that sums take for large sizes or on other systems, taken here for small ones.
+WAYS = {
+    "tiles of a copy": (cpu, "_READS", 1),
+    "past the caches": (cpu, "_BEYOND_CACHES", 0),
+    "no team of torch's": (threads, "team_address", lambda: 0),
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_way_that_a_sum_takes_changes_a_bit(
+    dtype: torch.dtype, way: str, large: Csr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = _random(large.nnz, seed=1).to(dtype)
+    given = [_random(large.num_cols, width, seed=0).to(dtype) for width in (16, 64, 150, 256)]
+    usual = [(spmm(large, x, weight), spmm_mean(large, x)) for x in given]
+    monkeypatch.setattr(*WAYS[way])
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for x, (total, mean) in zip(given, usual, strict=True):
+                assert torch.equal(spmm(large, x, weight), total)
+                assert torch.equal(spmm_mean(large, x), mean)
+    finally:
+        torch.set_num_threads(before)
