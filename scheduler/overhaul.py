@@ -27,12 +27,22 @@ class OverhaulPolicy:
 
     ``gain``: share of the step time that it must save. ``worth_s``: seconds that the steps that are
     left must save in all; to regroup takes a tenth of a second or so. ``most_rest``: how many looks
-    to leave out at most, twice as many after each in vain.
+    to leave out at most, twice as many after each in vain. ``regret``: by what share steps may take
+    longer than before until it goes back.
     """
 
     gain: float = 0.1
     worth_s: float = 1.0
     most_rest: int = 8
+    regret: float = 0.1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The plan that a run went over from, and the seconds that a step took under it."""
+
+    plan: Plan
+    seconds: float
 
 
 @dataclass
@@ -67,6 +77,28 @@ class Overhaul:
         if found is None:
             self._rest = self._resting = min(2 * self._rest + 1, self.policy.most_rest)
         return found
+
+    def judge(
+        self,
+        plan: Plan,
+        window: Sequence[StepTimes],
+        trial: Trial,
+        seconds: float,
+        cluster: Cluster = UNIFORM,
+    ) -> Move | None:
+        """Back to the plan before, where ``seconds``, which steps of ``plan`` take, are more.
+
+        The prediction may leave out what the machine does not: whatever it was, it was measured.
+        """
+        if seconds <= (1.0 + self.policy.regret) * trial.seconds:
+            return None
+        costs, _ = fitted(plan, window)
+        reason = (
+            f"steps take {1e3 * seconds:.2f} ms, and took {1e3 * trial.seconds:.2f} ms under the "
+            "plan before: back to it"
+        )
+        former = replace(trial.plan, generation=plan.generation + 1, reason=reason)
+        return Move(former, costs, cluster.slowness, 1.0 - trial.seconds / seconds, reason)
 
     def _better(
         self,

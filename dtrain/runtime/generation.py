@@ -39,6 +39,7 @@ from dtrain.scheduler.balance import Move
 from dtrain.scheduler.costmodel import CostModel
 from dtrain.scheduler.costs import Cluster, StepCosts
 from dtrain.scheduler.membership import Announcement, Peer
+from dtrain.scheduler.overhaul import Trial
 from dtrain.scheduler.planner import first_plan, in_order
 from dtrain.scheduler.recovery import Settlement, kept, settle, transfers
 from dtrain.scheduler.relayout import replan_or_relayout
@@ -525,6 +526,22 @@ class Generation:
         learnt = CostModel.of_learnt(self.holdings.progress.memory.get("costs", []))
         cuts, device = job.layout.cuts, job.device.type
         return costs_of_sizes(job.config, learnt, device, job.shapes, cuts, job.sizes)
+
+    def begin_trial(self, seconds: float) -> None:
+        """Remember, with all others, what a step of this plan took before the next generation's."""
+        self.holdings.progress.memory["trial"] = {
+            "generation": self.number + 1,
+            "seconds": seconds,
+            "plan": self.plan.as_json(),
+        }
+
+    def trial(self) -> Trial | None:
+        """What this generation's plan has to be better than, if it is on trial; asked once."""
+        raw = self.holdings.progress.memory.pop("trial", None)
+        if raw is None or raw["generation"] != self.number:
+            return None
+        former = Plan.from_json(raw["plan"], self.around.job.layout, self.number - 1)
+        return Trial(former, raw["seconds"])
 
     def regroup_for(self, move: Move) -> None:
         """Want another plan of the same members in the next generation; all do so at the same

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import threading
 import time
 from collections import deque
@@ -37,7 +38,7 @@ from dtrain.runtime.spec import TrainerSpec
 from dtrain.runtime.state import Best, StageState
 from dtrain.runtime.transaction import Outcome, Wishes
 from dtrain.runtime.transport import KIND_WEIGHTS, Key
-from dtrain.scheduler.balance import Balancer, Move, StepTimes
+from dtrain.scheduler.balance import Balancer, Move
 from dtrain.scheduler.overhaul import Overhaul
 
 _RECOVERIES = 20
@@ -77,7 +78,7 @@ class Training:
         self._balancer = Balancer(policy) if policy is not None else None
         found = overhaul_policy(self._job.config)
         self._overhaul = Overhaul(found) if found is not None else None
-        self._times: deque[StepTimes] = deque(maxlen=_WINDOW)
+        self._window: deque[Outcome] = deque(maxlen=_WINDOW)
         self._steps = 0
 
     def run(self) -> tuple[bool, str]:
@@ -110,13 +111,18 @@ class Training:
                 if outcome.regroup:
                     self._snapshot(force=True)
                     return self._part("somebody waits to be let in")
+                self._steps += 1
+                if not outcome.skipped:
+                    self._window.append(outcome)
                 self._rebalance(outcome)
-                better = self._better_plan(outcome)
+                learnt = self._learn()
+                better = self._better_plan()
                 if better is not None:
                     self._snapshot(force=True)
                     generation.regroup_for(better)
                     return self._part(better.reason)
-                self._learn()
+                if learnt:
+                    self._window.clear()
         finally:
             self.stop()
         self._finish()
@@ -159,7 +165,7 @@ class Training:
         assert prefetcher is not None
         prefetcher.close()
         generation.rebalance(move)
-        self._times.clear()
+        self._window.clear()
         self._prefetcher = generation.prefetcher(prefetcher)
         if generation.leads:
             step = self._holdings.progress.step
@@ -172,37 +178,42 @@ class Training:
                 slowness={str(w): round(f, 3) for w, f in move.slowness.items()},
             )
 
-    def _better_plan(self, outcome: Outcome) -> Move | None:
-        """Now and then, a plan with further holders that is worth to regroup for."""
-        generation, job = self._generation, self._job
-        if self._overhaul is None or len(generation.peers) == 1:
+    def _better_plan(self) -> Move | None:
+        """Now and then, a plan with other holders that is worth to regroup for."""
+        generation, job, done = self._generation, self._job, self._holdings.progress.step
+        first, overhaul = self._steps == LEARN_FIRST, self._overhaul
+        if overhaul is None or len(generation.peers) == 1 or not self._window:
             return None
-        if not outcome.skipped:
-            self._times.append(outcome.times)
-        self._steps += 1
-        done = self._holdings.progress.step
-        if self._steps != LEARN_FIRST and done % _LEARN_EVERY:
+        if not first and done % _LEARN_EVERY:
             return None
-        limits = memory_cluster(job.config, list(generation.peers)).memory_bytes
-        move = self._overhaul.look(
-            generation.plan,
-            list(self._times),
-            job.total_steps - done,
-            replace(generation.cluster, latency_s=TRANSFER_S, memory_bytes=limits),
-            generation.costs_besides,
-        )
+        members, memory = sorted(generation.peers), self._holdings.progress.memory
+        window = [outcome.times for outcome in self._window]
+        took_s = statistics.median(outcome.mean_s for outcome in self._window)
+        move, trial = None, generation.trial() if first else None
+        if trial is not None:
+            move = overhaul.judge(generation.plan, window, trial, took_s, generation.cluster)
+            if move is not None:
+                memory["regretted"] = members
+        elif memory.get("regretted") != members:
+            limits = memory_cluster(job.config, members).memory_bytes
+            cluster = replace(generation.cluster, latency_s=TRANSFER_S, memory_bytes=limits)
+            left, besides = job.total_steps - done, generation.costs_besides
+            move = overhaul.look(generation.plan, window, left, cluster, besides)
+            if move is not None:
+                generation.begin_trial(took_s)
         if move is not None and generation.leads:
             self._event("plan_chosen", move.reason, step=done, generation=generation.number)
         return move
 
-    def _learn(self) -> None:
+    def _learn(self) -> bool:
         """Now and then tell each other what the layers cost; the checkpoint keeps it."""
         done = self._holdings.progress.step
-        if done == LEARN_FIRST or done % _LEARN_EVERY == 0:
-            self._generation.learn()
-            self._times.clear()
-            if self._balancer is not None:
-                self._balancer.forget()
+        if done != LEARN_FIRST and done % _LEARN_EVERY:
+            return False
+        self._generation.learn()
+        if self._balancer is not None:
+            self._balancer.forget()
+        return True
 
     def _step(self, step: int, wishes: Wishes) -> Outcome:
         transaction = self._holdings.transaction

@@ -336,18 +336,30 @@ def test_a_slow_worker_keeps_the_share_that_it_can_finish(
 
 
 def overhauled(raw: dict[str, Any], workers: int, zero: int = 0) -> dict[str, Any]:
-    """A job that gains by further holders: the first stage has most to do, in steps of weight."""
+    """A job that gains by further holders: the first stage has most to do, and many steps follow
+    on those that are looked at."""
     changes = [("parallel.redundancy", workers // 2), ("parallel.cuts", [2])]
+    changes += [("train.max_steps", 150), ("train.batch_size", 512)]
     changes += [("deepspeed.zero_optimization.stage", zero)]
-    slow = [{"kind": "slow", "worker": w, "step": 1, "factor": 25.0} for w in range(workers)]
-    return {**merged(raw, changes), "faults": slow}
+    return {**merged(raw, changes), "faults": slowed(workers, (1, 16.0), (20, 1.5))}
+
+
+def slowed(workers: int, *when: tuple[int, float]) -> list[dict[str, Any]]:
+    """Faults by which all workers are as many times slower from some steps on."""
+    return [
+        {"kind": "slow", "worker": w, "step": step, "factor": factor}
+        for step, factor in when
+        for w in range(workers)
+    ]
 
 
 @pytest.mark.timeout(200)
 def test_the_best_plan_is_taken_once_costs_are_measured(
-    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+    trainers: Trainers, raw: dict[str, Any]
 ) -> None:
-    job = trainers.start(overhauled(raw, 2, zero=1), 2, "run")
+    changed = overhauled(raw, 2, zero=1)
+    wanted = trainers.train({**changed, "faults": []}, 1, "undisturbed")
+    job = trainers.start(changed, 2, "run")
     assert job.join() == [0] * 2
     record = assert_same(trainers, job, wanted)
     assert (record["generations"], record["steps_replayed"]) == (2, 0)
@@ -360,12 +372,29 @@ def test_the_best_plan_is_taken_once_costs_are_measured(
 
 
 @pytest.mark.timeout(200)
+def test_a_plan_that_turns_out_slower_is_gone_back_from(
+    trainers: Trainers, raw: dict[str, Any]
+) -> None:
+    changed = overhauled(raw, 2)
+    wanted = trainers.train({**changed, "faults": []}, 1, "undisturbed")
+    changed["faults"] += slowed(2, (31, 40.0), (40, 1.5))
+    job = trainers.start(changed, 2, "run")
+    assert job.join() == [0] * 2
+    record = assert_same(trainers, job, wanted)
+    assert (record["generations"], record["steps_replayed"]) == (3, 0)
+    first, _, last = job.events("generation_started")
+    assert first["holders"] == last["holders"]
+    assert [e["step"] for e in job.events("plan_chosen")] == [20, 40]
+    assert "back to it" in last["reason"]
+
+
+@pytest.mark.timeout(200)
 def test_a_worker_that_dies_on_the_way_to_the_best_plan_changes_nothing(
-    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any]
+    trainers: Trainers, raw: dict[str, Any]
 ) -> None:
     changed = overhauled(raw, 4)
-    dies = {"kind": "crash", "worker": 1, "phase": "recovery", "step": 20}
-    changed["faults"] = [*changed["faults"], dies]
+    wanted = trainers.train({**changed, "faults": []}, 1, "undisturbed")
+    changed["faults"] += [{"kind": "crash", "worker": 1, "phase": "recovery", "step": 20}]
     job = trainers.start(changed, 4, "run")
     assert job.join() == [0, -signal.SIGKILL, 0, 0]
     record = assert_same(trainers, job, wanted)

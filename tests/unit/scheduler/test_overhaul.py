@@ -9,7 +9,7 @@ import pytest
 
 from dtrain.scheduler import Cluster, Layout, Plan, StepCosts, even_cuts, make_plan
 from dtrain.scheduler.balance import Move, times_on
-from dtrain.scheduler.overhaul import Overhaul, OverhaulPolicy
+from dtrain.scheduler.overhaul import Overhaul, OverhaulPolicy, Trial
 from dtrain.scheduler.planner import in_order
 from dtrain.scheduler.predict import predict
 from dtrain.scheduler.simulator.invariants import check_plan
@@ -114,3 +114,18 @@ def test_a_slow_worker_keeps_a_share_by_which_it_is_seen_to_recover() -> None:
 
     assert share(1.5) in range(1, 8)
     assert share(20.0) is None
+
+
+def test_a_plan_that_turns_out_slower_is_gone_back_from() -> None:
+    plan = make_plan(LAYOUT, range(8), 1)
+    move = looked(plan)
+    assert move is not None
+    taken = in_order(move.plan, costs(), Cluster())
+    window = [times_on(taken, costs(), Cluster())] * 4
+    trial = Trial(plan, 0.1)
+    assert Overhaul().judge(taken, window, trial, 0.105) is None
+    back = Overhaul().judge(taken, window, trial, 0.2)
+    assert back is not None
+    assert (back.plan.holders, back.plan.executors) == (plan.holders, plan.executors)
+    assert back.plan.generation == taken.generation + 1
+    assert "steps take 200.00 ms, and took 100.00 ms" in back.reason
