@@ -32,14 +32,12 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     count = math.prod(shape)
     size = count * dtype.itemsize
     if size < _LARGE:
-        raw = np.empty(size + _LINE, np.uint8)
-        begin = -raw.ctypes.data % _LINE
-        return raw[begin : begin + size].view(dtype).reshape(shape)
-    raw = _kept().take(size + _LINE)
+        return _fresh(size).view(dtype).reshape(shape)
+    raw = _kept().take(size)
     # Of a memoryview: views of this array then hold the array itself, not the memory behind it.
-    result = np.frombuffer(memoryview(raw), dtype, count, -raw.ctypes.data % _LINE)
-    weakref.finalize(result, _kept().give_back, raw).atexit = False
-    return result.reshape(shape)
+    array = np.frombuffer(memoryview(raw), dtype, count)
+    _kept().lend(raw, array)
+    return array.reshape(shape)
 
 
 def result(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Any]:
@@ -65,6 +63,20 @@ def keep_nothing() -> None:
     release()
 
 
+def _fresh(size: int) -> Any:
+    """Bytes [size] that begin with a cache line."""
+    raw = np.empty(size + _LINE, np.uint8)
+    begin = -raw.ctypes.data % _LINE
+    return raw[begin : begin + size]
+
+
+class _Lent(weakref.ref):  # type: ignore[type-arg]
+    """A result that is in use, and its memory."""
+
+    __slots__ = ("raw",)
+    raw: Any
+
+
 class _Kept:
     """Memory of former results, at most ``most`` bytes.
 
@@ -74,19 +86,34 @@ class _Kept:
 
     def __init__(self) -> None:
         self._free: dict[int, Any] = {}
+        self._lent: dict[int, _Lent] = {}
         self.most = _KEPT_BYTES
 
     def take(self, size: int) -> Any:
         """Bytes [at least ``size``], from what is kept if some of that is no more than twice it."""
-        latest = reversed(list(self._free.values()))
-        fitting = [raw for raw in latest if size <= raw.size <= 2 * size]
-        # The smallest, and of equals the latest: caches may still hold it.
-        for raw in sorted(fitting, key=len):
-            if self._free.pop(id(raw), None) is not None:
-                return raw
         # In steps of an eighth: blocks of about one size come in every step of a training.
         step = 1 << max(0, size.bit_length() - 4)
-        return np.empty(-(-size // step) * step, np.uint8)
+        wanted = -(-size // step) * step
+        latest = list(self._free.values())
+        latest.reverse()
+        # The smallest, and of equals the latest: caches may still hold it.
+        for raw in latest:
+            if raw.size == wanted and self._free.pop(id(raw), None) is not None:
+                return raw
+        for raw in sorted((raw for raw in latest if size <= raw.size <= 2 * size), key=len):
+            if self._free.pop(id(raw), None) is not None:
+                return raw
+        return _fresh(wanted)
+
+    def lend(self, raw: Any, array: Any) -> None:
+        """Have ``raw`` back when nothing refers to ``array`` any more."""
+        lent = _Lent(array, self._ended)
+        lent.raw = raw
+        self._lent[id(lent)] = lent
+
+    def _ended(self, lent: Any) -> None:
+        del self._lent[id(lent)]
+        self.give_back(lent.raw)
 
     def give_back(self, raw: Any) -> None:
         """Keep ``raw``, which nothing refers to any more."""
@@ -96,7 +123,7 @@ class _Kept:
     def limit(self, size: int) -> None:
         """Let the oldest go until ``size`` bytes are left."""
         kept = list(self._free.items())
-        excess = sum(raw.size for _, raw in kept) - size
+        excess = sum([raw.size for _, raw in kept]) - size
         for key, raw in kept:
             if excess <= 0:
                 break
