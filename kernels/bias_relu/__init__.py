@@ -23,7 +23,15 @@ def bias_relu_(h: Tensor, bias: Tensor) -> Tensor:
     ``h``: float [N, F], a result of which no operator keeps the values for its own backward, as
     none of a matrix product does; ``bias``: float [F]; returns [N, F] of ``h``'s dtype. The
     gradient of ``bias`` is summed over fixed runs of rows, whatever the number of threads.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    if h.dim() != 2 or bias.shape != h.shape[1:]:
+        raise ValueError(
+            f"bias_relu_: expected h [N, F] and bias [F], got {list(h.shape)} and "
+            f"{list(bias.shape)}"
+        )
     own = dispatch.kind_of(h.device.type) == "cpu" and h.dtype in (torch.float32, torch.float64)
     if not (own and h.dtype == bias.dtype and h.is_contiguous()):
         return torch.relu(h + bias)

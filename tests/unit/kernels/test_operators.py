@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from dtrain.kernels.bias_relu import bias_relu_
 from dtrain.kernels.csr import Csr, SparseRows
 from dtrain.kernels.edge_softmax import edge_softmax
 from dtrain.kernels.edge_softmax import reference as softmax_reference
@@ -297,6 +298,9 @@ def test_wrong_weights_and_scores_are_refused(large: Csr) -> None:
         gat(large, x[:, None], torch.zeros(large.num_cols, 2), torch.zeros(large.num_rows, 1))
     with pytest.raises(ValueError, match="sddmm_dot: expected a"):
         sddmm_dot(large, x[:5], x)
+    for h, bias in ((x, x[0, :1]), (x, x[:1]), (x[0], x[0])):
+        with pytest.raises(ValueError, match="bias_relu_: expected h"):
+            bias_relu_(h, bias)
     for a, b in ((x[:5], x), (x, x[:, :1]), (x, x.double()), (x[:, 0], x)):
         with pytest.raises(ValueError, match="sddmm_add: expected a"):
             sddmm_add(large, a, b)
