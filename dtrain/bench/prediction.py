@@ -26,6 +26,8 @@ from dtrain.scheduler.costmodel import CostModel
 
 _FIT_STEPS = 20
 _STAGES, _MICROBATCHES = 3, 8
+_SEEDS = 128
+"""Of a microbatch: 1,024 in a step."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def job_config(url: str, sampler: dict[str, Any], stages: int, microbatches: int
         "parallel": {"stages": stages, "microbatches": microbatches},
     }
     if sampler["name"] == "neighbor":
-        raw["train"]["batch_size"] = 64 * microbatches
+        raw["train"]["batch_size"] = _SEEDS * microbatches
     return check_config(raw, "of the benchmark")
 
 
