@@ -16,8 +16,10 @@ from dtrain.models.build import build_layers
 from dtrain.scheduler import Cluster, Layout, Plan, StepCosts, even_cuts
 from dtrain.scheduler.balance import BalancePolicy, Balancer, Move, times_on
 from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape, step_costs
+from dtrain.scheduler.costs import TICKS_PER_S
 from dtrain.scheduler.cuts import StageCount, choose_stages
 from dtrain.scheduler.overhaul import Overhaul, OverhaulPolicy
+from dtrain.scheduler.predict import predict
 from dtrain.scheduler.recompute import stages_to_recompute
 
 LEARN_FIRST = 20
@@ -183,7 +185,9 @@ def moves_ahead(
         if move is None and done == LEARN_FIRST and overhauling is not None:
             limited = replace(known, memory_bytes=cluster.memory_bytes)
             besides = partial(costs, plan)
-            move = Overhaul(overhauling).look(plan, [times], steps - done, limited, besides)
+            step_s = predict(plan, spent, cluster).step_ticks / TICKS_PER_S
+            left = steps - done
+            move = Overhaul(overhauling).look(plan, [times], step_s, left, limited, besides)
         if move is not None:
             moves.append((done, move))
             plan, known = move.plan, replace(known, slowness=move.slowness)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,18 +23,18 @@ def wide(x: Tensor) -> Tensor:
 
 def flat_bits(x: Tensor) -> Any:
     """``x`` as a flat array of float32 or float64, or of uint16 for the bits of bfloat16."""
-    if x.dtype == torch.bfloat16:
+    dtype = x.dtype
+    if dtype is torch.bfloat16:
         return x.detach().contiguous().view(torch.uint16).numpy().reshape(-1)
-    return flat_values(x, np.float64 if x.dtype == torch.float64 else np.float32)
+    return flat_values(x, dtype if dtype is torch.float64 else torch.float32)
 
 
-def flat_values(x: Tensor, dtype: Any) -> Any:
-    """``x`` without autograd as a flat array of float32 or float64, which ``dtype`` says.
+def flat_values(x: Tensor, dtype: torch.dtype) -> Any:
+    """``x`` without autograd as a flat array of ``dtype``, float32 or float64.
 
     Each of torch's operations costs some microseconds where its code is not in the caches: none
     is called for what is such an array already.
     """
-    wanted = torch.float64 if dtype == np.float64 else torch.float32
-    if x.dtype != wanted or x.requires_grad or not x.is_contiguous():
-        x = x.detach().to(wanted).contiguous()
+    if x.dtype is not dtype or x.requires_grad or not x.is_contiguous():
+        x = x.detach().to(dtype).contiguous()
     return x.numpy().reshape(-1)

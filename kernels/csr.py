@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,11 +44,11 @@ class Csr:
     def __post_init__(self) -> None:
         self.indptr, self.indices = self.indptr.contiguous(), self.indices.contiguous()
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return int(self.indptr.numel()) - 1
 
-    @property
+    @cached_property
     def nnz(self) -> int:
         return int(self.indices.numel())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 def implementation(operator: str, x: Tensor) -> ModuleType:
     """The module of ``dtrain.kernels.<operator>`` that computes for tensors where ``x`` lies."""
-    return _module(operator, kind_of(x.device.type))
+    return _module(operator, kind_of("cpu" if x.is_cpu else x.device.type))
 
 
 def kind_of(device_type: str) -> str:

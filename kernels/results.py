@@ -40,16 +40,15 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     return array.reshape(shape)
 
 
-def result(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Any]:
-    """An uninitialised tensor (float32 or float64) that begins with a cache line, and its elements
-    as a flat array."""
-    count = math.prod(shape)
-    if count * dtype.itemsize < _LARGE:
+def result(like: Tensor, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """An uninitialised tensor [rows, width] that begins with a cache line, and its elements as a
+    flat array; ``dtype``: float32 or float64; ``like``: any tensor on the CPU."""
+    if rows * width * dtype.itemsize < _LARGE:
         # Torch's allocator begins with a line, too, and costs a third of the steps of empty().
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        tensor = like.new_empty((rows, width), dtype=dtype)
         return tensor, tensor.numpy().reshape(-1)
-    array = empty((count,), np.float64 if dtype == torch.float64 else np.float32)
-    return torch.from_numpy(array.reshape(shape)), array
+    array = empty((rows * width,), np.float64 if dtype is torch.float64 else np.float32)
+    return torch.from_numpy(array.reshape(rows, width)), array
 
 
 def release() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from dtrain.scheduler.balance import Move, StepTimes, fitted
 from dtrain.scheduler.bounds import least_step_ticks
-from dtrain.scheduler.costs import TICKS_PER_S, UNIFORM, Cluster, StepCosts
+from dtrain.scheduler.costs import UNIFORM, Cluster, StepCosts
 from dtrain.scheduler.domains import domain_labels
 from dtrain.scheduler.plan import Plan
 from dtrain.scheduler.predict import predict
@@ -60,20 +60,23 @@ class Overhaul:
         self,
         plan: Plan,
         window: Sequence[StepTimes],
+        seconds: float,
         steps_left: int,
         cluster: Cluster = UNIFORM,
         besides: Callable[[], StepCosts | None] = lambda: None,
     ) -> Move | None:
         """A plan of the same members with further holders, if one is worth it.
 
-        ``window``: what the actions of the last steps of ``plan`` took. ``cluster``: with the
+        ``window``: what the actions of the last steps of ``plan`` took. ``seconds``: that a step
+        takes, whose share the prediction says is saved. ``cluster``: with the
         slowness that ``plan`` was made for, and the members' memory. ``besides()``: costs whose
         bytes, and sums' times, count besides those actions; asked for only where it matters.
         """
         if self._resting:
             self._resting -= 1
             return None
-        found = self._better(plan, window, steps_left, cluster, besides) if window else None
+        left_s = steps_left * seconds
+        found = self._better(plan, window, left_s, cluster, besides) if window else None
         if found is None:
             self._rest = self._resting = min(2 * self._rest + 1, self.policy.most_rest)
         return found
@@ -104,13 +107,13 @@ class Overhaul:
         self,
         plan: Plan,
         window: Sequence[StepTimes],
-        steps_left: int,
+        left_s: float,
         cluster: Cluster,
         besides: Callable[[], StepCosts | None],
     ) -> Move | None:
         measured, _ = fitted(plan, window)
         now = predict(plan, measured, cluster).step_ticks
-        if not self._worth(now, least_step_ticks(measured, plan.workers, cluster), steps_left):
+        if not self._worth(now, least_step_ticks(measured, plan.workers, cluster), left_s):
             return None
         sized = besides()
         costs = measured
@@ -119,11 +122,11 @@ class Overhaul:
             now = predict(plan, costs, cluster).step_ticks
         choice = choose_plan(plan.layout, plan.workers, plan.generation + 1, costs, cluster)
         then = choice.prediction.step_ticks
-        if choice.prediction.over or not self._worth(now, then, steps_left):
+        if choice.prediction.over or not self._worth(now, then, left_s):
             return None
         reason = (
             f"{choice.name}: predicted step {now / 1e6:.2f} -> {then / 1e6:.2f} ms, "
-            f"with further holders; {steps_left} steps are left"
+            f"with further holders; steps for {left_s:.1f} s are left"
         )
         spread = domain_labels(cluster, plan.workers) if plan.layout.redundancy > 1 else {}
         labels = exchangeable(cluster, plan.workers, spread)
@@ -137,6 +140,6 @@ class Overhaul:
             return None
         return Move(better, measured, cluster.slowness, 1.0 - then / now, reason)
 
-    def _worth(self, now: int, then: int, steps_left: int) -> bool:
-        saved_s = steps_left * (now - then) / TICKS_PER_S
-        return then <= (1.0 - self.policy.gain) * now and saved_s >= self.policy.worth_s
+    def _worth(self, now: int, then: int, left_s: float) -> bool:
+        share = 1.0 - then / now
+        return share >= self.policy.gain and share * left_s >= self.policy.worth_s

@@ -198,7 +198,7 @@ class Training:
             limits = memory_cluster(job.config, members).memory_bytes
             cluster = replace(generation.cluster, latency_s=TRANSFER_S, memory_bytes=limits)
             left, besides = job.total_steps - done, generation.costs_besides
-            move = overhaul.look(generation.plan, window, left, cluster, besides)
+            move = overhaul.look(generation.plan, window, took_s, left, cluster, besides)
             if move is not None:
                 generation.begin_trial(took_s)
         if move is not None and generation.leads:

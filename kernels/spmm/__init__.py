@@ -149,7 +149,10 @@ class _SpmmExtreme(Function):
 
 def _differentiated(*inputs: Tensor | None) -> bool:
     """Whether autograd has to know of a result: asking it anyway costs as much as a small sum."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    for x in inputs:
+        if x is not None and x.requires_grad:
+            return torch.is_grad_enabled()
+    return False
 
 
 def _backend(x: Tensor) -> Any:
@@ -157,5 +160,6 @@ def _backend(x: Tensor) -> Any:
 
 
 def _check(csr: Csr, x: Tensor) -> None:
-    if x.dim() != 2 or x.shape[0] != csr.num_cols:
-        raise ValueError(f"spmm: expected x [{csr.num_cols}, F], got {list(x.shape)}")
+    shape = x.shape
+    if len(shape) != 2 or shape[0] != csr.num_cols:
+        raise ValueError(f"spmm: expected x [{csr.num_cols}, F], got {list(shape)}")

@@ -75,16 +75,18 @@ def spmm_extreme_backward(csr: Csr, grad: Tensor, argument: Tensor) -> Tensor:
 
 
 def _summed(csr: Csr, x: Tensor, weight: Tensor | None, *, mean: bool) -> Tensor:
-    source, width = flat_bits(x), x.shape[1]
+    # The steps are few: of a product of a millisecond, cold ones took a tenth.
+    source, width, dtype = flat_bits(x), x.shape[1], x.dtype
     indptr, indices = csr.for_loops()
-    out, found = result((csr.num_rows, width), x.dtype if x.dtype in COMPILED else torch.float32)
-    numbers = None if weight is None else flat_values(weight, found.dtype)
+    computed = dtype if dtype in COMPILED else torch.float32
+    out, found = result(x, csr.num_rows, width, computed)
+    numbers = None if weight is None else flat_values(weight, computed)
     source, tile = _in_tiles(source, csr, width)
     past_caches = found.nbytes >= _BEYOND_CACHES and width * found.itemsize % _LINE == 0
     arguments = (indptr, indices, numbers, source, found, width, mean, tile, past_caches)
     bounds = csr.bounds(turns((csr.nnz + csr.num_rows) * width))
     over_turns(bounds, _sum_on_team, _sum_turns, arguments)
-    return out if out.dtype == x.dtype else out.to(x.dtype)
+    return out if computed is dtype else out.to(dtype)
 
 
 def _in_tiles(source: Any, csr: Csr, width: int) -> tuple[Any, int]:
@@ -93,8 +95,10 @@ def _in_tiles(source: Any, csr: Csr, width: int) -> tuple[Any, int]:
     Where rows are read so often that to copy them costs little, and a tile of all of them nearly
     fits into a core's cache, all entries are gone over once for each tile.
     """
+    if width <= _TILE:
+        return source, width
     reads = csr.nnz / max(csr.num_cols, 1)
-    if width <= _TILE or reads < _READS or _TILE * source.itemsize * csr.num_cols > _TILE_BYTES:
+    if reads < _READS or _TILE * source.itemsize * csr.num_cols > _TILE_BYTES:
         return source, width
     copy = empty((source.size,), source.dtype)
     bounds = even_bounds(csr.num_cols, width)

@@ -18,6 +18,7 @@ def test_cases_beat_1f1b_and_come_near_the_bound(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schedule, "_SCALE", ((16, 16), (32, 32)))
+    monkeypatch.setattr(prediction, "_SEEDS", 64)
     monkeypatch.setattr(losses, "_SAMPLED", 2)
     monkeypatch.setattr(losses, "_MICROBATCHES", 32)
     monkeypatch.setattr(losses, "_SETTLED", 3)

@@ -15,6 +15,7 @@ from dtrain.scheduler.predict import predict
 from dtrain.scheduler.simulator.invariants import check_plan
 
 LAYOUT = Layout(even_cuts(4, 4), 16, redundancy=2)
+STEP_S = 0.05
 
 
 def costs(seed: int = 1, stages: int = 4) -> StepCosts:
@@ -25,7 +26,7 @@ def costs(seed: int = 1, stages: int = 4) -> StepCosts:
 
 def looked(plan: Plan, steps_left: int = 10_000, cluster: Cluster | None = None) -> Move | None:
     known = cluster or Cluster(latency_s=1e-3)
-    return Overhaul().look(plan, [times_on(plan, costs(), known)] * 4, steps_left, known)
+    return Overhaul().look(plan, [times_on(plan, costs(), known)] * 4, STEP_S, steps_left, known)
 
 
 @pytest.mark.parametrize("workers", [3, 4, 7, 8])
@@ -61,8 +62,7 @@ def test_it_is_left_as_it_is_where_too_few_steps_are_left_to_gain_by_it() -> Non
     plan = make_plan(LAYOUT, range(8), 1)
     move = looked(plan)
     assert move is not None
-    now = predict(in_order(plan, costs(), Cluster(latency_s=1e-3)), costs()).step_ticks
-    enough = math.ceil(OverhaulPolicy().worth_s / (move.gain * now / 1e9))
+    enough = math.ceil(OverhaulPolicy().worth_s / (move.gain * STEP_S))
     assert looked(plan, enough + 10) is not None
     assert looked(plan, enough // 2) is None
 
@@ -73,12 +73,14 @@ def test_a_plan_that_cannot_be_bettered_is_kept_and_looked_at_ever_more_seldom()
     assert move is not None
     plan = in_order(move.plan, costs(), cluster)
     times = [times_on(plan, costs(), cluster)] * 4
-    assert [overhaul.look(plan, times, 10_000, cluster) for _ in range(30)] == [None] * 30
+    assert [overhaul.look(plan, times, STEP_S, 10_000, cluster) for _ in range(30)] == [None] * 30
     rests = overhaul.policy.most_rest
     staged = make_plan(LAYOUT, range(8), 2)
     window = [times_on(staged, costs(), cluster)] * 4
     waited = next(
-        n for n in range(rests + 2) if overhaul.look(staged, window, 10_000, cluster) is not None
+        n
+        for n in range(rests + 2)
+        if overhaul.look(staged, window, STEP_S, 10_000, cluster) is not None
     )
     assert waited <= rests
 
@@ -98,13 +100,13 @@ def test_memory_has_the_last_word() -> None:
         limit = dict.fromkeys(plan.workers, int(states * state))
         cluster = Cluster(latency_s=1e-3, memory_bytes=limit)
         window = [times_on(plan, costs(), cluster)] * 4
-        move = Overhaul().look(plan, window, 10_000, cluster, lambda: sized)
+        move = Overhaul().look(plan, window, STEP_S, 10_000, cluster, lambda: sized)
         return None if move is None else max(len(move.plan.stages_held(w)) for w in plan.workers)
 
     assert held(6.0) == 4
     few = held(2.5)
     assert few is None or few == 2
-    assert overhaul.look(plan, [], 10_000) is None
+    assert overhaul.look(plan, [], STEP_S, 10_000) is None
 
 
 def test_a_slow_worker_keeps_a_share_by_which_it_is_seen_to_recover() -> None:
