@@ -68,9 +68,9 @@ class Overhaul:
         """A plan of the same members with further holders, if one is worth it.
 
         ``window``: what the actions of the last steps of ``plan`` took. ``seconds``: that a step
-        takes, whose share the prediction says is saved. ``cluster``: with the
-        slowness that ``plan`` was made for, and the members' memory. ``besides()``: costs whose
-        bytes, and sums' times, count besides those actions; asked for only where it matters.
+        takes, whose share the prediction says is saved. ``cluster``: with the slowness that
+        ``plan`` was made for, and the members' memory. ``besides()``: costs whose bytes, and sums'
+        times, count besides those actions; asked for only where it matters.
         """
         if self._resting:
             self._resting -= 1
@@ -91,7 +91,7 @@ class Overhaul:
     ) -> Move | None:
         """Back to the plan before, where ``seconds``, which steps of ``plan`` take, are more.
 
-        The prediction may leave out what the machine does not: whatever it was, it was measured.
+        The prediction may leave out what the machine does not.
         """
         if seconds <= (1.0 + self.policy.regret) * trial.seconds:
             return None

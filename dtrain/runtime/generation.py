@@ -521,11 +521,13 @@ class Generation:
         self._work_by(move.plan)
 
     def costs_besides(self) -> StepCosts:
-        """Of the first step's blocks: bytes, and what sums and updates take, as far as learnt."""
+        """Of the first step's blocks: bytes, and what sums and updates take by recorded defaults.
+
+        The same on all members, whatever their devices.
+        """
         job = self.around.job
-        learnt = CostModel.of_learnt(self.holdings.progress.memory.get("costs", []))
-        cuts, device = job.layout.cuts, job.device.type
-        return costs_of_sizes(job.config, learnt, device, job.shapes, cuts, job.sizes)
+        cuts = job.layout.cuts
+        return costs_of_sizes(job.config, CostModel(), "cpu", job.shapes, cuts, job.sizes)
 
     def begin_trial(self, seconds: float) -> None:
         """Remember, with all others, what a step of this plan took before the next generation's."""
