@@ -1,9 +1,9 @@
 """Memory for the results of compiled loops, used again when nobody holds a result any more.
 
 The C library gives large blocks back to the system at once: those above 32 MB always, and smaller
-ones as it goes. A fresh 100 MB are as many page
-faults, and zeros written by the system, as take longer than the sum that fills them where rows have
-two entries (a road network, F=256: 42 ms, and 25 in memory that was used before).
+ones as it goes. A fresh 100 MB are as many page faults, and zeros written by the system, as take
+longer than the sum that fills them where rows have two entries (a road network, F=256: 42 ms, and
+25 in memory that was used before).
 """
 
 from __future__ import annotations
