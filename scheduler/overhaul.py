@@ -75,8 +75,7 @@ class Overhaul:
         if self._resting:
             self._resting -= 1
             return None
-        left_s = steps_left * seconds
-        found = self._better(plan, window, left_s, cluster, besides) if window else None
+        found = self._better(plan, window, steps_left * seconds, cluster, besides)
         if found is None:
             self._rest = self._resting = min(2 * self._rest + 1, self.policy.most_rest)
         return found

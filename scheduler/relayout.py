@@ -55,9 +55,7 @@ def replan_or_relayout(
     known = costs or StepCosts.even(old.layout)
 
     def ordered(plan: Plan) -> Plan:
-        if search and (costs is not None or cluster.slowness):
-            return quickly_ordered(plan, known, cluster)
-        return in_order(plan, costs, cluster)
+        return put_in_order(plan, costs, cluster, search=search)
 
     moved_little = ordered(reassigned(old, members, generation, reason, costs, cluster))
     now, _ = planned_end(moved_little, known, cluster)
@@ -80,6 +78,18 @@ def replan_or_relayout(
         return moved_little
     fresh = ordered(assigned(old.layout, members, generation, costs, cluster))
     return laid_out(fresh, labels) or moved_little
+
+
+def put_in_order(
+    plan: Plan, costs: StepCosts | None = None, cluster: Cluster = UNIFORM, *, search: bool = False
+) -> Plan:
+    """The plan with its actions in order, for a job that waits for it.
+
+    ``search``: where costs or speeds are known, the best of a few orders.
+    """
+    if search and (costs is not None or cluster.slowness):
+        return quickly_ordered(plan, costs or StepCosts.even(plan.layout), cluster)
+    return in_order(plan, costs, cluster)
 
 
 def _cannot_win(ticks: float, costs: StepCosts, members: Sequence[int], cluster: Cluster) -> bool:

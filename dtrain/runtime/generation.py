@@ -40,11 +40,10 @@ from dtrain.scheduler.costmodel import CostModel
 from dtrain.scheduler.costs import Cluster, StepCosts
 from dtrain.scheduler.membership import Announcement, Peer
 from dtrain.scheduler.overhaul import Trial
-from dtrain.scheduler.planner import first_plan, in_order
+from dtrain.scheduler.planner import first_plan
 from dtrain.scheduler.recovery import Settlement, kept, settle, transfers
-from dtrain.scheduler.relayout import replan_or_relayout
+from dtrain.scheduler.relayout import put_in_order, replan_or_relayout
 from dtrain.scheduler.risk import RiskLedger
-from dtrain.scheduler.search import quickly_ordered
 
 _FAILURE_COSTS_S = 1.0
 """What a failure takes from a worker's work: its absence and what is done again."""
@@ -262,13 +261,11 @@ class Generation:
                 self.cluster = Cluster(slowness, risk, self.domains)
                 policy = balance_policy(job.config)
                 search = policy is not None and policy.search
-                if old["wanted"] is not None and self.costs is not None:
+                if old["wanted"] is not None:
                     plan, why = old["wanted"]
                     wanted = Plan.from_json(plan, job.layout, self.number, why)
                     if set(wanted.workers) == set(self.peers):
-                        if search:
-                            return quickly_ordered(wanted, self.costs, self.cluster)
-                        return in_order(wanted, self.costs, self.cluster)
+                        return put_in_order(wanted, self.costs, self.cluster, search=search)
                 return replan_or_relayout(
                     former,
                     list(self.peers),

@@ -82,7 +82,7 @@ def test_a_plan_that_cannot_be_bettered_is_kept_and_looked_at_ever_more_seldom()
         for n in range(rests + 2)
         if overhaul.look(staged, window, STEP_S, 10_000, cluster) is not None
     )
-    assert waited <= rests
+    assert 0 < waited <= rests
 
 
 def test_memory_has_the_last_word() -> None:
@@ -94,7 +94,6 @@ def test_memory_has_the_last_word() -> None:
         kept_bytes=((1 << 10,) * LAYOUT.microbatches,) * 4,
         state_bytes=(state,) * 4,
     )
-    overhaul = Overhaul()
 
     def held(states: float) -> int | None:
         limit = dict.fromkeys(plan.workers, int(states * state))
@@ -104,9 +103,7 @@ def test_memory_has_the_last_word() -> None:
         return None if move is None else max(len(move.plan.stages_held(w)) for w in plan.workers)
 
     assert held(6.0) == 4
-    few = held(2.5)
-    assert few is None or few == 2
-    assert overhaul.look(plan, [], STEP_S, 10_000) is None
+    assert held(2.5) is None
 
 
 def test_a_slow_worker_keeps_a_share_by_which_it_is_seen_to_recover() -> None:
