@@ -39,7 +39,7 @@ class RunRecord:
     ``weights_sha256``: over parameter names and bytes, sorted by name. ``generations``: how many
     memberships the run has had. ``steps_replayed``: steps begun, discarded and run again.
     ``steps_skipped``: steps whose gradient was not finite, left out.
-    ``steps_lost``: steps that were committed and had to be trained again after a resume.
+    ``steps_lost``: steps that were committed and had to be trained again after a restart.
     ``seeds_trained``: seed nodes of all committed steps. Step times in seconds.
     ``device``: the devices' model, within which the weights are bit-identical. ``recoveries``: of
     the newest ones, how many milliseconds each part took. ``feature_cache_hit_rate``: share of the

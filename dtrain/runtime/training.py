@@ -44,6 +44,8 @@ from dtrain.scheduler.overhaul import Overhaul
 _RECOVERIES = 20
 _LEARN_EVERY = 200
 _WINDOW = 8
+# Events of a start that went on from a checkpoint, or had committed steps but none to go on from.
+_STARTS = ("resumed", "started_over")
 """Steps whose measured times count when a plan is looked for."""
 
 
@@ -278,18 +280,26 @@ class Training:
         )
         for kind, reason, fields in generation.events:
             self._event(kind, reason, **fields)
-        if generation.resumed_from is not None:
-            lost = max(0, self._last_logged() - generation.resumed_from)
-            self._event(
-                "resumed",
-                f"from the checkpoint of step {generation.resumed_from} at "
-                f"{self._around.checkpoints.url}",
-                step=generation.resumed_from,
-                steps_lost=lost,
-            )
+        if settlement.tier == 2:
+            self._announce_start(generation.resumed_from)
         if settlement.tier < 2:
             self._log_voted_step()
         self._folder.write_run(self._record("running"))
+
+    def _announce_start(self, checkpoint: int | None) -> None:
+        """Tell where this start goes on from, and how many committed steps it trains again."""
+        step = checkpoint or 0
+        before = [e["time"] for e in self._folder.events() if e["kind"] in _STARTS]
+        # What came before the last start was counted by that start.
+        since = max(before, default=0.0)
+        logged = [m for m in self._folder.metrics() if "loss" in m and m["time"] > since]
+        lost = max(0, max((m["step"] for m in logged), default=0) - step)
+        if checkpoint is not None:
+            where = f"from the checkpoint of step {step} at {self._around.checkpoints.url}"
+            self._event("resumed", where, step=step, steps_lost=lost)
+        elif lost:
+            reason = f"no checkpoint counted yet: {lost} committed steps are trained again"
+            self._event("started_over", reason, step=0, steps_lost=lost)
 
     def _last_logged(self) -> int:
         return max((m["step"] for m in self._folder.metrics() if "loss" in m), default=0)
@@ -578,7 +588,7 @@ class Training:
         lines = [m for m in self._folder.metrics() if "loss" in m]
         times = [m["step_time_s"] for m in lines if "step_time_s" in m]
         events = self._folder.events()
-        trained = [e["steps_lost"] for e in events if e["kind"] == "resumed"]
+        trained = [e["steps_lost"] for e in events if e["kind"] in _STARTS]
         started = [e["time"] for e in events if e["kind"] == "worker_started"]
         recovered = [e["timeline_ms"] for e in events if e["kind"] == "recovered"]
         device = job.device

@@ -151,6 +151,14 @@ class Job:
             assert any(p.is_alive() for p in self.processes), "all trainers ended early"
             time.sleep(0.002)
 
+    def wait_for_event(self, kind: str) -> None:
+        """Wait until the run has told of an event of ``kind``."""
+        end = time.monotonic() + JOIN_S
+        while not self.events(kind):
+            assert time.monotonic() < end, f"no {kind} in {JOIN_S} s"
+            assert any(p.is_alive() for p in self.processes), "all trainers ended early"
+            time.sleep(0.002)
+
     def wait_for_workers(self, count: int, *, generations: int) -> None:
         """Wait until generations of ``count`` workers were formed ``generations`` times more."""
         end = time.monotonic() + JOIN_S

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from runtime_jobs import Trainers, merged, read_lines
+from runtime_jobs import Job, Trainers, merged, read_lines
 
 RAW: dict[str, Any] = {
     "seed": 5,
@@ -73,23 +73,59 @@ def test_a_run_resumes_in_another_shape_with_more_steps(
     assert losses(trainers.folder / "run") == losses(trainers.folder / "undisturbed")
 
 
+def kill_whole(job: Job) -> int:
+    """Kill all trainers at once; the newest step that the run's folder tells of."""
+    job.signal(signal.SIGKILL)
+    assert set(job.join()) == {-signal.SIGKILL}
+    return int([m for m in job.metrics() if "loss" in m][-1]["step"])
+
+
+@pytest.fixture
+def longer(raw: dict[str, Any]) -> dict[str, Any]:
+    """A run that a kill meets long before its end."""
+    return merged(raw, [("train.max_steps", 72)])
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.chaos)])
 def test_a_run_killed_whole_resumes_to_the_same_bits(
-    trainers: Trainers, raw: dict[str, Any], wanted: dict[str, Any], seed: int
+    trainers: Trainers, longer: dict[str, Any], seed: int
 ) -> None:
+    wanted = trainers.train(longer, 2, "undisturbed")
     dice = random.Random(seed)
-    job = trainers.start(raw, 3, "run")
-    job.wait_for_step(dice.randrange(6, 20))
-    time.sleep(dice.random() * 0.02)
-    job.signal(signal.SIGKILL)
-    assert job.join() == [-signal.SIGKILL] * 3
-    record = trainers.train(raw, 2, "run")
+    run = trainers.folder / "run"
+    job = trainers.start(longer, 3, "run")
+    job.wait_for_event("checkpoint_saved")
+    time.sleep(dice.random() * 0.2)
+    killed_at = kill_whole(job)
+    record = trainers.train(longer, 2, "run")
     assert record["weights_sha256"] == wanted["weights_sha256"]
     assert record["seeds_trained"] == wanted["seeds_trained"]
     assert record["generations"] == 2
-    assert 0 <= record["steps_lost"] <= 6
-    assert losses(trainers.folder / "run") == losses(trainers.folder / "undisturbed")
+    (resumed,) = job.events("resumed")
+    assert resumed["step"] > 0
+    assert resumed["step"] % 5 == 0
+    assert record["steps_lost"] == resumed["steps_lost"] == max(0, killed_at - resumed["step"])
+    assert losses(run) == losses(trainers.folder / "undisturbed")
+
+
+@pytest.mark.timeout(200)
+def test_a_run_killed_before_its_first_checkpoint_starts_over_and_says_so(
+    trainers: Trainers, longer: dict[str, Any]
+) -> None:
+    unsaved = merged(longer, [("checkpoint.every_steps", 0)])
+    wanted = trainers.train(unsaved, 2, "undisturbed")
+    killed_at = [0]
+    for further in (3, 1):
+        job = trainers.start(unsaved, 3, "run")
+        job.wait_for_step(killed_at[-1] + further)
+        killed_at.append(kill_whole(job))
+    record = trainers.train(unsaved, 2, "run")
+    assert record["weights_sha256"] == wanted["weights_sha256"]
+    assert record["seeds_trained"] == wanted["seeds_trained"]
+    assert [e["steps_lost"] for e in job.events("started_over")] == killed_at[1:]
+    assert record["steps_lost"] == sum(killed_at)
+    assert not job.events("resumed")
 
 
 @pytest.mark.timeout(200)
