@@ -44,10 +44,9 @@ from dtrain.scheduler.overhaul import Overhaul
 _RECOVERIES = 20
 _LEARN_EVERY = 200
 _WINDOW = 8
-# Events of a start that went on from a checkpoint, or had committed steps but none to go on from.
-_STARTS = ("resumed", "started_over")
 """Steps whose measured times count when a plan is looked for."""
-
+_STARTS = ("resumed", "started_over")
+"""Events of a start that had committed steps before it: from a checkpoint, or with none yet."""
 
 Metrics = dict[str, dict[str, float]]
 
