@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
@@ -18,15 +17,13 @@ from dtrain.scheduler.balance import BalancePolicy, Balancer, Move, times_on
 from dtrain.scheduler.costmodel import BlockSize, CostModel, LayerShape, step_costs
 from dtrain.scheduler.costs import TICKS_PER_S
 from dtrain.scheduler.cuts import StageCount, choose_stages
+from dtrain.scheduler.links import LinkSpeeds
 from dtrain.scheduler.overhaul import Overhaul, OverhaulPolicy
 from dtrain.scheduler.predict import predict
 from dtrain.scheduler.recompute import stages_to_recompute
 
 LEARN_FIRST = 20
 """Steps after which costs are known well enough to plan with."""
-TRANSFER_S = 1e-3
-"""What load is moved for besides work: sending a megabyte between two workers of one machine took
-0.85 ms. Else a plan that sends all the time passes for as fast as one that sends nothing."""
 _ADAM_BYTES = 16
 _SGD_BYTES = 8
 
@@ -140,59 +137,101 @@ def memory_cluster(config: Config, workers: Sequence[int]) -> Cluster:
     return Cluster(memory_bytes=dict.fromkeys(workers, limit << 20) if limit else {})
 
 
-def balance_policy(config: Config) -> BalancePolicy | None:
-    """How a run shares its work out anew as it goes; None where the configuration forbids it.
+def known_cluster(
+    config: Config,
+    budget: Budget,
+    cuts: Sequence[int],
+    workers: Sequence[int],
+    domains: Mapping[int, tuple[str, ...]],
+    links: LinkSpeeds | None,
+) -> Cluster:
+    """The workers as a run knows them: where they are, their links, and memory for what counts.
 
-    Under a limit of memory the schedule's own bound on microbatches in flight is kept.
+    ``links``: None where costs are not known either, so that no time can be compared with theirs.
+
+    :func:`counted` says what counts: under ``memory.limit`` microbatches in flight, where all other
+    memory is set aside; else states and activations, for which there is ``parallel.memory_mib``.
     """
+    mib = config.parallel.memory_mib
+    room = None if mib is None else mib << 20
+    if budget.limit is not None:
+        _, left = budget.in_flight(cuts)
+        states = _bytes_per_parameter(config) * budget.parameters
+        room = left if room is None else max(0, min(left, room - states))
+    memory = {} if room is None else dict.fromkeys(workers, room)
+    cluster = Cluster(domains=domains, memory_bytes=memory)
+    return cluster if links is None else links.of(cluster)
+
+
+def counted(config: Config, budget: Budget, costs: StepCosts, cuts: Sequence[int]) -> StepCosts:
+    """The costs with the bytes that count against the memory of :func:`known_cluster`."""
+    if budget.limit is None:
+        return costs
+    stages, _ = budget.in_flight(cuts)
+    kept = tuple((size,) * costs.microbatches for size in stages)
+    return replace(costs, kept_bytes=kept, state_bytes=())
+
+
+def balance_policy(config: Config) -> BalancePolicy | None:
+    """How a run shares its work out anew as it goes; None where the configuration forbids it."""
     if not config.parallel.rebalance:
         return None
-    bounded = config.parallel.memory_mib is not None or config.memory.limit is not None
-    return BalancePolicy(search=not bounded)
+    return BalancePolicy(recompute=_may_recompute(config))
 
 
 def overhaul_policy(config: Config) -> OverhaulPolicy | None:
-    """When a run goes over to a plan with further holders; None where it never does.
-
-    What a process holds under ``memory.limit`` was worked out for the plan that it begins with.
-    """
-    if not config.parallel.rebalance or config.memory.limit is not None:
+    """When a run goes over to a plan with further holders; None where it never does."""
+    if not config.parallel.rebalance:
         return None
-    return OverhaulPolicy()
+    return OverhaulPolicy(recompute=_may_recompute(config))
+
+
+def _may_recompute(config: Config) -> bool:
+    """Whether a run computes activations again where a plan has no room for them.
+
+    What ``memory.limit`` asks for is that microbatches are smaller.
+    """
+    return config.parallel.recompute == "auto" and config.memory.limit is None
 
 
 def moves_ahead(
     config: Config,
+    budget: Budget,
     plan: Plan,
     costs: Callable[[Plan], StepCosts],
     cluster: Cluster,
     steps: int,
-) -> list[tuple[int, Move]]:
+) -> tuple[list[tuple[int, Move]], Cluster]:
     """How a run of ``steps`` steps changes its first plan, by what it comes to measure.
 
-    ``costs(plan)``: of a step under a plan. ``cluster``: as its workers are. Returns after how many
-    steps, and to which plan.
+    ``costs(plan)``: of a step under a plan. ``cluster``: as its workers and links are. Returns
+    after how many steps, and to which plan; and the workers as the run knows them then.
     """
     moves: list[tuple[int, Move]] = []
     balancing, overhauling = balance_policy(config), overhaul_policy(config)
+    cuts, places = plan.layout.cuts, cluster.domains
     if len(plan.workers) == 1 or balancing is None:
-        return moves
-    known = Cluster(domains=cluster.domains, latency_s=TRANSFER_S)
+        return moves, known_cluster(config, budget, cuts, plan.workers, places, None)
+
+    def besides() -> StepCosts:
+        return counted(config, budget, costs(plan), cuts)
+
+    known = known_cluster(config, budget, cuts, plan.workers, places, LinkSpeeds())
     balancer, spent = Balancer(balancing), costs(plan)
     for done in range(1, min(steps, LEARN_FIRST) + 1):
         times = times_on(plan, spent, cluster)
-        move = balancer.observe(plan, times, known)
+        move = balancer.observe(plan, times, known, besides)
+        if done == LEARN_FIRST and cluster.transfers_cost:
+            known = replace(cluster, slowness=known.slowness, memory_bytes=known.memory_bytes)
         if move is None and done == LEARN_FIRST and overhauling is not None:
-            limited = replace(known, memory_bytes=cluster.memory_bytes)
-            besides = partial(costs, plan)
             step_s = predict(plan, spent, cluster).step_ticks / TICKS_PER_S
             left = steps - done
-            move = Overhaul(overhauling).look(plan, [times], step_s, left, limited, besides)
+            move = Overhaul(overhauling).look(plan, [times], step_s, left, known, besides)
         if move is not None:
             moves.append((done, move))
             plan, known = move.plan, replace(known, slowness=move.slowness)
             spent = costs(plan)
-    return moves
+    return moves, known
 
 
 def recomputing(
@@ -255,6 +294,9 @@ def costs_of_sizes(
     sizes: Sequence[Sequence[BlockSize]],
 ) -> StepCosts:
     """The costs of a step under some cuts."""
+    return step_costs(model, device, shapes, cuts, sizes, _bytes_per_parameter(config))
+
+
+def _bytes_per_parameter(config: Config) -> int:
     optimizer = (config.deepspeed.get("optimizer") or {}).get("type", "Adam")
-    per_parameter = _SGD_BYTES if optimizer == "SGD" else _ADAM_BYTES
-    return step_costs(model, device, shapes, cuts, sizes, per_parameter)
+    return _SGD_BYTES if optimizer == "SGD" else _ADAM_BYTES

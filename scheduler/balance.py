@@ -9,7 +9,7 @@ regroups. Nobody is left out for being slow; a worker keeps the share that it ca
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dtrain.scheduler.bounds import least_step_ticks
@@ -63,8 +63,9 @@ class BalancePolicy:
     ``looks``: how many looks in a row must find so; for moves that save less than ``much``, twice
     as many after each of them, up to ``most_looks``. ``deadband``: a slowness within so much of 1
     counts as 1. ``most``: slowness that counts at most. ``search``: look for a better order too,
-    which may keep more microbatches in flight than the layout's schedule does. ``most_rest``: looks
-    to leave out at most, twice as many after each search in vain for speeds that are alike.
+    which may keep more microbatches in flight than the layout's schedule does, where memory has
+    room. ``recompute``: what memory has no room for may be computed again. ``most_rest``: looks to
+    leave out at most, twice as many after each search in vain for speeds that are alike.
     """
 
     every: int = 4
@@ -75,6 +76,7 @@ class BalancePolicy:
     deadband: float = 0.25
     most: float = 20.0
     search: bool = True
+    recompute: bool = True
     most_rest: int = 32
 
 
@@ -108,11 +110,18 @@ class Balancer:
     _rest: int = 0
     _resting: int = 0
 
-    def observe(self, plan: Plan, times: StepTimes, cluster: Cluster = UNIFORM) -> Move | None:
+    def observe(
+        self,
+        plan: Plan,
+        times: StepTimes,
+        cluster: Cluster = UNIFORM,
+        besides: Callable[[], StepCosts | None] = lambda: None,
+    ) -> Move | None:
         """Take in a step, and say what to change after it, if anything.
 
         ``cluster``: with the slowness that ``plan`` was made for. A worker that executed nothing
-        tells nothing, and is taken for as slow as it was when it last did.
+        tells nothing, and is taken for as slow as it was when it last did. ``besides()``: costs
+        whose bytes count besides the measured times; asked for only where it matters.
         """
         self._window.append(times)
         if len(self._window) < self.policy.every:
@@ -128,7 +137,7 @@ class Balancer:
         if self._resting and self._alike(slowness):
             self._resting -= 1
             return None
-        move = self._better(plan, costs, replace(cluster, slowness=slowness), cluster)
+        move = self._better(plan, costs, replace(cluster, slowness=slowness), cluster, besides)
         if move is None:
             self._streak, self._settled = 0, True
             longer = min(2 * self._rest + 1, self.policy.most_rest)
@@ -159,7 +168,14 @@ class Balancer:
         pairs = [sorted((slowness.get(w, 1.0), then.get(w, 1.0))) for w in both]
         return all(large <= much * small for small, large in pairs)
 
-    def _better(self, plan: Plan, costs: StepCosts, wanted: Cluster, known: Cluster) -> Move | None:
+    def _better(
+        self,
+        plan: Plan,
+        costs: StepCosts,
+        wanted: Cluster,
+        known: Cluster,
+        besides: Callable[[], StepCosts | None],
+    ) -> Move | None:
         now = predict(plan, costs, wanted).step_ticks
         # Who has recovered gets its load back even where the step gains nothing by it: what was
         # moved away may matter at the next step's sizes.
@@ -167,12 +183,12 @@ class Balancer:
         most = (1.0 + _SLACK if recovered else 1.0 - self.policy.gain) * now
         if least_step_ticks(costs, plan.workers, wanted) > most:
             return None
-        if self.policy.search:
-            choice = choose_balance(plan, costs, wanted)
-            better, then, how = choice.plan, choice.prediction.step_ticks, choice.name
-        else:
-            better = in_order(levelled(plan, costs, wanted, may_hold=False), costs, wanted)
-            then, how = predict(better, costs, wanted).step_ticks, plan.layout.schedule
+        sized = besides()
+        if sized is not None:
+            costs = costs.with_bytes_of(sized)
+            now = predict(plan, costs, wanted).step_ticks
+            most = (1.0 + _SLACK if recovered else 1.0 - self.policy.gain) * now
+        better, then, how = self._balanced(plan, costs, wanted)
         same = better.executors == plan.executors
         if then > most or (same and then > (1.0 - self.policy.gain) * now):
             return None
@@ -181,6 +197,17 @@ class Balancer:
         reason = f"{said}; {how}: predicted step {now / 1e6:.2f} -> {then / 1e6:.2f} ms"
         plan = replace(better, reason=reason)
         return Move(plan, costs, wanted.slowness, 1.0 - then / now, reason)
+
+    def _balanced(self, plan: Plan, costs: StepCosts, cluster: Cluster) -> tuple[Plan, int, str]:
+        """The plan with its load levelled, its step time in ticks, and in what order it is."""
+        if self.policy.search:
+            choice = choose_balance(plan, costs, cluster)
+            again = any(choice.recompute) and not self.policy.recompute
+            if not choice.prediction.over and not again:
+                return choice.plan, choice.prediction.step_ticks, choice.name
+        # In the layout's own order, whose bound on what is in flight the job was made for.
+        better = in_order(levelled(plan, costs, cluster, may_hold=False), costs, cluster)
+        return better, predict(better, costs, cluster).step_ticks, plan.layout.schedule
 
     def _slowness(
         self, plan: Plan, speeds: Mapping[int, float], cluster: Cluster

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import add
+from typing import Any
 
 from dtrain.scheduler.plan import Layout, Table
 
@@ -40,6 +41,36 @@ class StepCosts:
         """Before anything is known: every forward costs 1, every backward 2."""
         row = (1,) * layout.microbatches
         return cls((row,) * layout.num_stages, ((2,) * layout.microbatches,) * layout.num_stages)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> StepCosts:
+        """From what :meth:`as_json` made."""
+
+        def table(name: str) -> Table:
+            return tuple(map(tuple, raw[name]))
+
+        return cls(
+            table("forward"),
+            table("backward"),
+            table("sent_bytes"),
+            table("kept_bytes"),
+            tuple(raw["state_bytes"]),
+            tuple(raw["sum_ticks"]),
+            raw["fixed_ticks"],
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def with_bytes_of(self, sized: StepCosts) -> StepCosts:
+        """These costs with the bytes that ``sized`` knows."""
+        return replace(
+            self,
+            sent_bytes=sized.sent_bytes,
+            kept_bytes=sized.kept_bytes,
+            state_bytes=sized.state_bytes,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -89,8 +120,9 @@ class Cluster:
     worker gets less work and is the last to be chosen as a further holder. ``domains[w]``: names of
     the failure domains that ``w`` lies in, from the largest to the smallest (rack, node, device).
     ``memory_bytes[w]``: what stages and activations may take, without it there is no limit.
-    ``bandwidth_bytes_s``: of a link between two nodes; None: transfers take no time.
-    ``local_bandwidth_bytes_s``: within a node; None: as between nodes. ``latency_s``: of each.
+    ``bandwidth_bytes_s``: of a link between two nodes; None: bytes take no time.
+    ``latency_s``: of each transfer besides. ``local_bandwidth_bytes_s``, ``local_latency_s``: the
+    same within a node; None: as between nodes.
     """
 
     slowness: Mapping[int, float] = field(default_factory=dict)
@@ -100,6 +132,7 @@ class Cluster:
     bandwidth_bytes_s: float | None = None
     local_bandwidth_bytes_s: float | None = None
     latency_s: float = 0.0
+    local_latency_s: float | None = None
 
     def slow(self, worker: int) -> float:
         """How many times the reference's time ``worker`` takes."""
@@ -113,10 +146,13 @@ class Cluster:
         """Ticks from the end of an action to its result's arrival at another worker."""
         if source == target:
             return 0
-        bandwidth = self.bandwidth_bytes_s
-        if self.local_bandwidth_bytes_s is not None and self._same_node(source, target):
-            bandwidth = self.local_bandwidth_bytes_s
-        seconds = self.latency_s + (num_bytes / bandwidth if bandwidth else 0.0)
+        bandwidth, latency_s = self.bandwidth_bytes_s, self.latency_s
+        if self.local_links and self._same_node(source, target):
+            if self.local_bandwidth_bytes_s is not None:
+                bandwidth = self.local_bandwidth_bytes_s
+            if self.local_latency_s is not None:
+                latency_s = self.local_latency_s
+        seconds = latency_s + (num_bytes / bandwidth if bandwidth else 0.0)
         return round(seconds * TICKS_PER_S)
 
     def delay(self, costs: StepCosts, source: int, target: int, lower: int, microbatch: int) -> int:
@@ -132,7 +168,17 @@ class Cluster:
     @property
     def transfers_cost(self) -> bool:
         """Whether transfers take any time at all."""
-        return self.bandwidth_bytes_s is not None or self.latency_s > 0
+        return (
+            self.bandwidth_bytes_s is not None
+            or self.local_bandwidth_bytes_s is not None
+            or self.latency_s > 0
+            or bool(self.local_latency_s)
+        )
+
+    @property
+    def local_links(self) -> bool:
+        """Whether links within a node are others than those between nodes."""
+        return self.local_bandwidth_bytes_s is not None or self.local_latency_s is not None
 
 
 def node_of(domains: Sequence[str] | None) -> tuple[str, ...]:

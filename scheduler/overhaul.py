@@ -28,13 +28,14 @@ class OverhaulPolicy:
     ``gain``: share of the step time that it must save. ``worth_s``: seconds that the steps that are
     left must save in all; to regroup takes a tenth of a second or so. ``most_rest``: how many looks
     to leave out at most, twice as many after each in vain. ``regret``: by what share steps may take
-    longer than before until it goes back.
+    longer than before until it goes back. ``recompute``: as in :class:`BalancePolicy`.
     """
 
     gain: float = 0.1
     worth_s: float = 1.0
     most_rest: int = 8
     regret: float = 0.1
+    recompute: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,13 @@ class Overhaul:
         costs = measured
         if sized is not None:
             costs = replace(sized, forward=measured.forward, backward=measured.backward)
+            measured = measured.with_bytes_of(sized)
             now = predict(plan, costs, cluster).step_ticks
         choice = choose_plan(plan.layout, plan.workers, plan.generation + 1, costs, cluster)
         then = choice.prediction.step_ticks
-        if choice.prediction.over or not self._worth(now, then, left_s):
+        if choice.prediction.over or (any(choice.recompute) and not self.policy.recompute):
+            return None
+        if not self._worth(now, then, left_s):
             return None
         reason = (
             f"{choice.name}: predicted step {now / 1e6:.2f} -> {then / 1e6:.2f} ms, "

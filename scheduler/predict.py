@@ -137,6 +137,16 @@ def peak_memory(plan: Plan, costs: StepCosts) -> dict[int, int]:
     return peak
 
 
+def fits_memory(plan: Plan, costs: StepCosts, cluster: Cluster) -> bool:
+    """Whether every worker's states and kept activations are known to fit in its memory."""
+    limit = cluster.memory_bytes
+    if not limit:
+        return True
+    return bool(costs.kept_bytes) and all(
+        used <= limit.get(w, used) for w, used in peak_memory(plan, costs).items()
+    )
+
+
 def excess_bytes(prediction: Prediction, cluster: Cluster) -> int:
     """Bytes by which a plan exceeds the workers' memories, over all of them."""
     limit, used = cluster.memory_bytes, prediction.memory_bytes

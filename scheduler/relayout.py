@@ -108,7 +108,7 @@ def exchangeable(cluster: Cluster, members: Sequence[int], spread: Labels) -> La
     ``spread``: the failure domains that copies of a stage are spread over. Workers are equal where
     these, their slowness, risk and memory, and, where a node has links of its own, their nodes are.
     """
-    near = cluster.transfers_cost and cluster.local_bandwidth_bytes_s is not None
+    near = cluster.transfers_cost and cluster.local_links
     if not (cluster.slowness or cluster.risk or cluster.memory_bytes or near):
         return spread
 

@@ -21,6 +21,7 @@ from dtrain.scheduler.planner import (
 from dtrain.scheduler.predict import (
     Prediction,
     excess_bytes,
+    fits_memory,
     longest_sum,
     planned_end,
     predict,
@@ -427,12 +428,12 @@ def quickly_ordered(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) ->
     """The plan in the best of a few orders, for when a job stands still and waits for it.
 
     The first is :func:`in_order`'s own; the others keep more microbatches of a stage in flight, and
-    are tried as far as ``QUICK_ACTIONS`` go and one may be much better. A plan that is too large
-    for that has the most promising order alone.
+    are tried as far as ``QUICK_ACTIONS`` go and one may be much better, if they fit in memory. A
+    plan that is too large for that has the most promising order alone.
     """
     rank = hardest_first(plan, costs, cluster)
     tries = QUICK_ACTIONS // (2 * costs.num_stages * costs.microbatches)
-    if not tries:
+    if not tries and not cluster.memory_bytes:
         only = in_order(plan, costs, cluster, Policy(True, _AHEAD[0], rank))
         return replace(only, reason=f"{plan.reason}; hardest first, {_AHEAD[0]} more in flight")
     best = in_order(plan, costs, cluster)
@@ -444,7 +445,7 @@ def quickly_ordered(plan: Plan, costs: StepCosts, cluster: Cluster = UNIFORM) ->
             break
         other = in_order(plan, costs, cluster, Policy(True, ahead, rank, True))
         found, _ = planned_end(other, costs, cluster)
-        if found < ticks:
+        if found < ticks and fits_memory(other, costs, cluster):
             said = f"hardest first, {ahead} more in flight: step {1 - found / first:.0%} shorter"
             best, ticks = replace(other, reason=f"{plan.reason}; {said}"), found
     return best

@@ -14,6 +14,7 @@ from dtrain.errors import DtrainError
 
 if TYPE_CHECKING:
     from dtrain.config import Config
+    from dtrain.data.budget import Budget
     from dtrain.planview import Spans
     from dtrain.scheduler import Cluster, Layout, Plan, StepCosts
     from dtrain.scheduler.costmodel import CostModel
@@ -120,6 +121,8 @@ def plan_command(
         loaded = load_config(config, changes)
         members = list(range(workers))
         memory_mib = memory_mib or loaded.parallel.memory_mib
+        parallel = loaded.parallel.model_copy(update={"memory_mib": memory_mib})
+        loaded = loaded.model_copy(update={"parallel": parallel})
         cluster = _cluster(members, _pairs(slow, workers), memory_mib, per_node, gbit_s)
         lost = _numbers("--fail", fail, workers)
         shown = _planned(loaded, members, lost, cluster, step or 0, learn, search)
@@ -198,7 +201,7 @@ def _planned(
     from dtrain.scheduler.costmodel import CostModel
 
     store = GraphStore.open(config.data.store, config.data.cache_dir)
-    config, _ = within_memory(config, store)
+    config, budget = within_memory(config, store)
     parallel = config.parallel
     source = batch_source(config, store)
     sizes = block_sizes(source, step, parallel.microbatches)
@@ -219,7 +222,8 @@ def _planned(
     if search:
         shown = _searched(layout, members, lost, costs, cluster)
     else:
-        shown = _as_run(config, layout, members, lost, costs, cluster, total_steps(config, source))
+        steps = total_steps(config, source)
+        shown = _as_run(config, budget, layout, members, lost, costs, cluster, steps)
     shown.why = "; ".join([shown.why, *said])
     return shown
 
@@ -237,6 +241,7 @@ def _with_links(cluster: Cluster, model: CostModel) -> Cluster:
 
 def _as_run(
     config: Config,
+    budget: Budget,
     layout: Layout,
     members: Sequence[int],
     lost: Sequence[int],
@@ -260,15 +265,15 @@ def _as_run(
         """The costs with what the plan has to compute again."""
         return recomputed(costs, again(plan))
 
-    known, measured = Cluster(domains=cluster.domains), None
-    plan = first_plan(layout, members, 1, known)
+    measured = None
+    plan = first_plan(layout, members, 1, Cluster(domains=cluster.domains))
     said = [plan.reason]
     expected = before = predict(plan, charged(plan), cluster)
     pictures: dict[str, Spans] = {"predicted": expected.spans}
-    for when, move in moves_ahead(config, plan, charged, cluster, steps):
+    moves, known = moves_ahead(config, budget, plan, charged, cluster, steps)
+    for when, move in moves:
         said.append(f"after {when} steps {move.reason}")
         plan, measured = move.plan, move.costs
-        known = replace(known, slowness=move.slowness)
         expected = predict(plan, charged(plan), cluster)
         pictures = {"begun": before.spans, f"after {when} steps": expected.spans}
     before = expected
@@ -276,6 +281,8 @@ def _as_run(
         policy = balance_policy(config)
         left = [w for w in members if w not in lost]
         search = policy is not None and policy.search
+        if measured is None:
+            known = Cluster(domains=cluster.domains)
         plan = replan_or_relayout(
             plan, left, plan.generation + 1, "", measured, known, search=search
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,21 @@ class Budget:
                 held -= each.inputs(first[m])
         return self._with(most)
 
+    def in_flight(self, cuts: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """What a microbatch in flight takes on each stage, and how much all may on a worker.
+
+        Whatever plan keeps to it, with states and one microbatch ahead, stays within the limit.
+
+        Raises:
+            ValueError: there is no limit, so nothing was predicted.
+        """
+        if self.each is None or self.limit is None:
+            raise ValueError("in_flight: expected a budget with a limit, got none")
+        each = self.each
+        stages = tuple(each.inputs(a) + sum(each.kept[a:b]) for a, b in pairwise(cuts))
+        rest = self._always() + max(each.kept) + each.inputs()
+        return stages, max(0, self.limit - rest)
+
     def ahead(self, plan: Plan, worker: int) -> int:
         """How many microbatches ``worker`` may sample before it uses them, at least 1.
 
@@ -161,11 +177,17 @@ class Budget:
     def _with(self, held: int) -> int:
         """``held`` bytes of microbatches in flight, and what is there besides."""
         assert self.each is not None
-        gradients = 4 * self.microbatches * self.parameters
         # One layer's backward pass runs at a time, and none is in flight during the exact sum.
-        working = max(held + max(self.each.kept), _SUM_ROWS * gradients)
+        return self._always() + max(held + max(self.each.kept), _SUM_ROWS * self._gradients)
+
+    def _always(self) -> int:
+        """Bytes that are there all the time."""
         state = _STATE_BYTES * self.parameters
-        return working + gradients + state + FETCH_BYTES + self.cache_bytes
+        return self._gradients + state + FETCH_BYTES + self.cache_bytes
+
+    @property
+    def _gradients(self) -> int:
+        return 4 * self.microbatches * self.parameters
 
 
 class PeakModel:

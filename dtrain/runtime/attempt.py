@@ -15,6 +15,7 @@ from dtrain.data.batches import BatchSource
 from dtrain.faults.injector import Injector
 from dtrain.runtime.comm import Communicator
 from dtrain.runtime.compute import Rows, StageCompute
+from dtrain.runtime.delays import Delays
 from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.inputs import MicrobatchInputs
 from dtrain.runtime.recorder import ActionRecorder
@@ -35,7 +36,7 @@ Take = Callable[[int, int], MicrobatchInputs]
 class Links:
     """How a worker reaches the others, its supervisor and its faults.
 
-    ``model``: what it learns from its actions' times.
+    ``model``: what it learns from its actions' times, and ``delays`` from waiting for rows.
     """
 
     comm: Communicator
@@ -45,6 +46,7 @@ class Links:
     injector: Injector
     recorder: ActionRecorder
     model: CostModel
+    delays: Delays
 
 
 @dataclass
@@ -134,7 +136,8 @@ class Attempt:
         stage, microbatch = action.stage, action.microbatch
         received = None
         if stage > 0:
-            received = self._receive(self._key(KIND_ACTIVATION, stage, microbatch))
+            key = self._key(KIND_ACTIVATION, stage, microbatch)
+            received = self._receive(key, self.plan.executors[stage - 1][microbatch])
         self._phase(str(action))
         self.links.injector.reach("forward", self.step, stage=stage, microbatch=microbatch)
         began, cpu = time.perf_counter(), time.thread_time()
@@ -151,7 +154,8 @@ class Attempt:
         stage, microbatch = action.stage, action.microbatch
         received = None
         if stage + 1 < self.plan.num_stages:
-            received = self._receive(self._key(KIND_GRADIENT, stage, microbatch))
+            key = self._key(KIND_GRADIENT, stage, microbatch)
+            received = self._receive(key, self.plan.executors[stage + 1][microbatch])
         self._phase(str(action))
         self.links.injector.reach("backward", self.step, stage=stage, microbatch=microbatch)
         began, cpu = time.perf_counter(), time.thread_time()
@@ -197,14 +201,18 @@ class Attempt:
         self.links.transport.send(self.links.peers[to], key, rows)
         return rows
 
-    def _receive(self, key: Key) -> Rows:
+    def _receive(self, key: Key, source: int) -> Rows:
         if key in self._handoff:
             return self._handoff.pop(key)
         self._phase(f"receive stage {key.stage} microbatch {key.microbatch}", waiting=True)
         self.links.injector.reach("receive", self.step, stage=key.stage, microbatch=key.microbatch)
         there = self.links.transport.has(key)
         with contextlib.nullcontext() if there else self.turns.waiting():
-            rows = self.links.transport.receive(key, self.links.comm.timeout_s)
+            parcel = self.links.transport.receive_parcel(key, self.links.comm.timeout_s)
+            passed_s = time.time() - parcel.sent_s
+        rows = parcel.tensors
+        if not there and not self.number:
+            self.links.delays.observe(source, sum(t.nbytes for t in rows), passed_s)
         if self.links.injector.spoils:
             self.links.injector.reach(
                 "receive",

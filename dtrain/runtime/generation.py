@@ -14,12 +14,19 @@ from dtrain.deepspeed_options import zero_stage
 from dtrain.environment import usable_cores
 from dtrain.errors import DtrainError, PeerLostError
 from dtrain.faults.injector import Injector
-from dtrain.planning import balance_policy, costs_of_sizes, recomputing
+from dtrain.planning import (
+    balance_policy,
+    costs_of_sizes,
+    counted,
+    known_cluster,
+    recomputing,
+)
 from dtrain.runtime.attempt import Links
 from dtrain.runtime.audit import Auditor
 from dtrain.runtime.comm import Communicator, Group
 from dtrain.runtime.compute import StageCompute
 from dtrain.runtime.deepspeed_backend import install_backend
+from dtrain.runtime.delays import Delays
 from dtrain.runtime.engine import Gathering, StageEngine
 from dtrain.runtime.fault import FaultFlag
 from dtrain.runtime.heartbeat import Heartbeat
@@ -38,9 +45,11 @@ from dtrain.scheduler import Plan
 from dtrain.scheduler.balance import Move
 from dtrain.scheduler.costmodel import CostModel
 from dtrain.scheduler.costs import Cluster, StepCosts
+from dtrain.scheduler.links import LinkSpeeds, measured_links
 from dtrain.scheduler.membership import Announcement, Peer
 from dtrain.scheduler.overhaul import Trial
 from dtrain.scheduler.planner import first_plan
+from dtrain.scheduler.recompute import recomputed
 from dtrain.scheduler.recovery import Settlement, kept, settle, transfers
 from dtrain.scheduler.relayout import put_in_order, replan_or_relayout
 from dtrain.scheduler.risk import RiskLedger
@@ -116,7 +125,8 @@ class Holdings:
             "wanted": None if wanted is None else [wanted.as_json(), wanted.reason],
             "slowness": sorted(self.slowness.items()),
             "risk": sorted(self.risk().items()),
-            "costs": None if costs is None else [costs.forward, costs.backward],
+            "costs": None if costs is None else costs.as_json(),
+            "links": self.progress.memory.get("links"),
         }
 
     def risk(self) -> dict[int, float]:
@@ -156,6 +166,7 @@ class Surroundings:
     on_event: Callable[..., None]
     recorder: ActionRecorder
     model: CostModel
+    delays: Delays
     intervals: Intervals
 
 
@@ -218,7 +229,6 @@ class Generation:
         before = max(a.committed + a.voted for a in self.members)
         self._apply_voted(settlement)
         states = self._states(settlement)
-        self._lap("state")
         progress = next((s.progress for s in states.values() if s is not None), self._told)
         if self.holdings.engines and self.holdings.progress.step == settlement.step:
             progress = self.holdings.progress
@@ -228,6 +238,9 @@ class Generation:
         if any(a.since > 0 for a in self.members):
             begun = any(a.pending and not a.voted and a.committed == before for a in self.members)
             progress.steps_replayed += max(0, before - progress.step) + begun
+        # Snapshots may be older than what the scheduler has learnt since: all go on from the same.
+        progress.memory = self.tell_all(progress.memory)
+        self._lap("state")
         self._build(states, progress)
         self._lap("engines")
         if any(a.since > 0 for a in self.members):
@@ -243,7 +256,7 @@ class Generation:
     def _plan(self) -> Plan:
         """The plan that every member computes alike from what the log says."""
         job = self.around.job
-        self.cluster, self.costs = Cluster(domains=self.domains), None
+        self.cluster, self.costs = self._known(None), None
         veterans = [a for a in self.members if a.since > 0]
         reason = self._agreement.proposal.reason
         if veterans:
@@ -256,9 +269,9 @@ class Generation:
                 slowness = {w: factor for w, factor in old["slowness"] if w in stayed}
                 risk = {w: share for w, share in old["risk"] if w in self.peers}
                 if old["costs"] is not None:
-                    forward, backward = (tuple(map(tuple, table)) for table in old["costs"])
-                    self.costs = StepCosts(forward, backward)
-                self.cluster = Cluster(slowness, risk, self.domains)
+                    self.costs = StepCosts.from_json(old["costs"])
+                links = _links(old["links"]) if self.costs is not None else None
+                self.cluster = replace(self._known(links), slowness=slowness, risk=risk)
                 policy = balance_policy(job.config)
                 search = policy is not None and policy.search
                 if old["wanted"] is not None:
@@ -275,7 +288,14 @@ class Generation:
                     self.cluster,
                     search=search,
                 )
-        return first_plan(job.layout, list(self.peers), self.number, self.cluster)
+        spread = Cluster(domains=self.domains)
+        return first_plan(job.layout, list(self.peers), self.number, spread)
+
+    def _known(self, links: LinkSpeeds | None) -> Cluster:
+        """The members as all know them alike, none of them slow."""
+        job, members = self.around.job, sorted(self.peers)
+        cuts = job.layout.cuts
+        return known_cluster(job.config, job.budget, cuts, members, self.domains, links)
 
     def _apply_voted(self, settlement: Settlement) -> None:
         """Apply the step that somebody saw the full vote of, if this worker has not."""
@@ -404,6 +424,7 @@ class Generation:
             self.around.injector,
             self.around.recorder,
             self.around.model,
+            self.around.delays,
         )
         reference = CostModel.of_learnt(progress.memory.get("costs", []))
         self._computes = {
@@ -428,6 +449,7 @@ class Generation:
         for engine in former.values():
             engine.release()
         holdings.progress = progress
+        self._know(_links(progress.memory.get("links")))
         self._work_by(self.plan)
 
     def _engines(
@@ -501,15 +523,28 @@ class Generation:
             skip_bad=job.config.robust.on_bad_gradient == "skip",
         )
 
-    def learn(self) -> None:
-        """Measure work by what all have learnt of layers' costs; all do so at the same step."""
-        memory, told = self.holdings.progress.memory, self._ask_all(self.around.model.learnt())
+    def learn(self) -> LinkSpeeds:
+        """Measure work by what all have learnt of layers' costs; all do so at the same step.
+
+        Returns the links as they are known now.
+        """
+        around, memory = self.around, self.holdings.progress.memory
+        told = self._ask_all([around.me.worker, around.model.learnt(), around.delays.told()])
         # Who runs a layer knows it; what nobody has seen of late is as it was.
-        known = [entry for learnt in [memory.get("costs", []), *told] for entry in learnt]
-        learnt = self.tell_all([*{tuple(e[:5]): e for e in known}.values()])
-        memory["costs"] = learnt
+        learnt = [memory.get("costs", []), *(costs for _, costs, _ in told)]
+        costs = {tuple(entry[:5]): entry for entries in learnt for entry in entries}
+        delays = [d for worker, _, raw in told for d in Delays.of_told(worker, raw)]
+        links = measured_links(delays, self.domains, _links(memory.get("links")))
+        memory |= self.tell_all({"costs": [*costs.values()], "links": links.as_json()})
+        links = _links(memory["links"])
+        self._know(links)
         for compute in self._computes.values():
-            compute.reference = CostModel.of_learnt(learnt)
+            compute.reference = CostModel.of_learnt(memory["costs"])
+        return links
+
+    def _know(self, links: LinkSpeeds) -> None:
+        """Count with these links from now on."""
+        self.cluster = links.of(self.cluster)
 
     def rebalance(self, move: Move) -> None:
         """Go on by another plan of the same members and holders; all do so at the same step."""
@@ -523,8 +558,9 @@ class Generation:
         The same on all members, whatever their devices.
         """
         job = self.around.job
-        cuts = job.layout.cuts
-        return costs_of_sizes(job.config, CostModel(), "cpu", job.shapes, cuts, job.sizes)
+        config, cuts = job.config, job.layout.cuts
+        costs = costs_of_sizes(config, CostModel(), "cpu", job.shapes, cuts, job.sizes)
+        return counted(config, job.budget, recomputed(costs, self.recompute), cuts)
 
     def begin_trial(self, seconds: float) -> None:
         """Remember, with all others, what a step of this plan took before the next generation's."""
@@ -572,3 +608,7 @@ class Generation:
         threads = job.config.parallel.threads_per_worker
         near = job.device.type == "cpu" and locate(job.store.url).is_local
         return CoreTurns(scarce=near and cores_are_scarce(threads, beside, usable_cores()))
+
+
+def _links(raw: dict[str, Any] | None) -> LinkSpeeds:
+    return LinkSpeeds() if raw is None else LinkSpeeds.from_json(raw)

@@ -19,13 +19,7 @@ from dtrain.config import identity_digest
 from dtrain.data.features import CacheUse, FeatureCache
 from dtrain.errors import CannotGoOnError, LeftError, PeerLostError, ShutdownError
 from dtrain.evaluate import evaluate
-from dtrain.planning import (
-    LEARN_FIRST,
-    TRANSFER_S,
-    balance_policy,
-    memory_cluster,
-    overhaul_policy,
-)
+from dtrain.planning import LEARN_FIRST, balance_policy, overhaul_policy
 from dtrain.runfolder import RunFolder, RunRecord, versions
 from dtrain.runtime.comm import MAX
 from dtrain.runtime.exact_sum import NonFiniteGradientError
@@ -159,8 +153,8 @@ class Training:
         generation, prefetcher = self._generation, self._prefetcher
         if self._balancer is None or outcome.skipped or len(generation.peers) == 1:
             return
-        cluster = replace(generation.cluster, latency_s=TRANSFER_S)
-        move = self._balancer.observe(generation.plan, outcome.times, cluster)
+        plan, cluster, besides = generation.plan, generation.cluster, generation.costs_besides
+        move = self._balancer.observe(plan, outcome.times, cluster, besides)
         if move is None:
             return
         assert prefetcher is not None
@@ -196,10 +190,8 @@ class Training:
             if move is not None:
                 memory["regretted"] = members
         elif memory.get("regretted") != members:
-            limits = memory_cluster(job.config, members).memory_bytes
-            cluster = replace(generation.cluster, latency_s=TRANSFER_S, memory_bytes=limits)
             left, besides = job.total_steps - done, generation.costs_besides
-            move = overhaul.look(generation.plan, window, took_s, left, cluster, besides)
+            move = overhaul.look(generation.plan, window, took_s, left, generation.cluster, besides)
             if move is not None:
                 generation.begin_trial(took_s)
         if move is not None and generation.leads:
@@ -211,9 +203,12 @@ class Training:
         done = self._holdings.progress.step
         if done != LEARN_FIRST and done % _LEARN_EVERY:
             return False
-        self._generation.learn()
+        generation = self._generation
+        links = generation.learn()
         if self._balancer is not None:
             self._balancer.forget()
+        if generation.leads:
+            self._event("costs_learnt", f"links: {links}", step=done, links=links.as_json())
         return True
 
     def _step(self, step: int, wishes: Wishes) -> Outcome:

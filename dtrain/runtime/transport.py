@@ -10,7 +10,8 @@ gives a silent peer up tells it so: if it can still hear, it must not take the e
 connection for a death.
 
 Each connection carries frames one way, from the worker that opened it. A frame is a fixed header
-(generation, key, number of tensors), each tensor's dtype and shape, then the raw bytes. Frames of
+(generation, key, number of tensors, when it was sent), each tensor's dtype and shape, then the raw
+bytes. Frames of
 an older generation than the receiver's are dropped, those of a newer one wait for it.
 """
 
@@ -40,7 +41,8 @@ from dtrain.scheduler.membership import Peer
 
 _MAGIC = 0x64_74_72_6E
 _HELLO = struct.Struct("<II32s32s")  # magic, worker, incarnation (hex digits), token
-_FRAME = struct.Struct("<IQQiIII")  # magic, generation, step, kind, stage, microbatch, tensors
+# magic, generation, step, kind, stage, microbatch, tensors, when it was sent
+_FRAME = struct.Struct("<IQQiIIId")
 _TENSOR = struct.Struct("<BB8Q")  # dtype, dimensions, shape
 _DTYPES = (
     torch.float32,
@@ -77,6 +79,14 @@ class Key:
 
 
 @dataclass(frozen=True)
+class Parcel:
+    """Tensors that came, and ``sent_s``, the sender's clock when it sent them (Unix time)."""
+
+    tensors: tuple[Tensor, ...]
+    sent_s: float
+
+
+@dataclass(frozen=True)
 class Address:
     """Where a worker receives, and the secret that a sender must show."""
 
@@ -104,6 +114,7 @@ class _Incoming:
     view: memoryview = field(default_factory=lambda: memoryview(b""))
     filled: int = 0
     key: tuple[int, Key] | None = None
+    sent_s: float = 0.0
     tensors: list[Tensor] = field(default_factory=list)
     pending: deque[tuple[memoryview, Tensor]] = field(default_factory=deque)
     count: int = 0
@@ -144,7 +155,7 @@ class Transport:
         self._lease_s = lease_s
         self._on_loss = on_loss
         self._lock = threading.Lock()
-        self._mail: dict[tuple[int, Key], tuple[Tensor, ...]] = {}
+        self._mail: dict[tuple[int, Key], Parcel] = {}
         self._incoming: dict[Peer, _Incoming] = {}
         self._outgoing: dict[Peer, _Outgoing] = {}
         self._wanted: deque[tuple[Peer, Address]] = deque()
@@ -213,7 +224,7 @@ class Transport:
         self._fault.check()
         host_side = [t.detach().cpu().contiguous() for t in tensors]
         if to == self._me:
-            self._deliver((self._generation, key), host_side)
+            self._deliver((self._generation, key), Parcel(tuple(host_side), time.time()))
             return
         parts = [memoryview(_header(self._generation, key, host_side))]
         parts += [_bytes_of(t) for t in host_side if t.numel()]
@@ -265,6 +276,10 @@ class Transport:
         Raises:
             PeerLostError: a fault was noticed, or nothing came within ``timeout_s`` seconds.
         """
+        return self.receive_parcel(key, timeout_s).tensors
+
+    def receive_parcel(self, key: Key, timeout_s: float) -> Parcel:
+        """The same, with the time at which they were sent."""
         full = (self._generation, key)
         self._fault.wait_for(lambda: full in self._mail, timeout_s, f"waiting for {key}")
         with self._lock:
@@ -519,7 +534,8 @@ class Transport:
         return True
 
     def _begin_frame(self, incoming: _Incoming) -> bool:
-        magic, generation, step, kind, stage, microbatch, count = _FRAME.unpack(incoming.buffer)
+        fields = _FRAME.unpack(incoming.buffer)
+        magic, generation, step, kind, stage, microbatch, count, sent_s = fields
         if magic != _MAGIC or count > _MAX_TENSORS:
             self._incoming_ended(incoming, "sent a malformed frame")
             return False
@@ -531,7 +547,7 @@ class Transport:
                 self._said_bye.add(incoming.peer)
             self._expect(incoming, "frame", _FRAME.size)
             return True
-        incoming.key = (generation, Key(kind, step, stage, microbatch))
+        incoming.key, incoming.sent_s = (generation, Key(kind, step, stage, microbatch)), sent_s
         incoming.count = count
         if count:
             self._expect(incoming, "shapes", count * _TENSOR.size)
@@ -566,7 +582,7 @@ class Transport:
         assert incoming.key is not None
         assert incoming.peer is not None
         if self._hears(incoming.peer):
-            self._deliver(incoming.key, incoming.tensors)
+            self._deliver(incoming.key, Parcel(tuple(incoming.tensors), incoming.sent_s))
         incoming.tensors = []
         self._expect(incoming, "frame", _FRAME.size)
 
@@ -576,11 +592,11 @@ class Transport:
         incoming.buffer = bytearray(size)
         incoming.view = memoryview(incoming.buffer)
 
-    def _deliver(self, key: tuple[int, Key], tensors: Sequence[Tensor]) -> None:
+    def _deliver(self, key: tuple[int, Key], parcel: Parcel) -> None:
         with self._lock:
             if key[0] < self._generation:
                 return
-            self._mail[key] = tuple(tensors)
+            self._mail[key] = parcel
             fault = self._fault
         fault.notify()
 
@@ -623,8 +639,9 @@ class Transport:
 
 
 def _header(generation: int, key: Key, tensors: Sequence[Tensor]) -> bytes:
+    count, now_s = len(tensors), time.time()
     out = _FRAME.pack(
-        _MAGIC, generation, key.step, key.kind, key.stage, key.microbatch, len(tensors)
+        _MAGIC, generation, key.step, key.kind, key.stage, key.microbatch, count, now_s
     )
     for tensor in tensors:
         shape = list(tensor.shape) + [0] * (8 - tensor.dim())

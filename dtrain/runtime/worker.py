@@ -25,6 +25,7 @@ from dtrain.errors import (
 from dtrain.faults.injector import Injector
 from dtrain.runfolder import RunFolder
 from dtrain.runtime.comm import first_line, lone_group
+from dtrain.runtime.delays import Delays
 from dtrain.runtime.generation import Generation, Holdings, Surroundings
 from dtrain.runtime.heartbeat import Heartbeat
 from dtrain.runtime.intervals import Intervals
@@ -131,6 +132,7 @@ class _Life:
                 else None
             ),
             CostModel(),
+            Delays(),
             Intervals.of(config),
         )
         self._holdings = Holdings()

@@ -29,5 +29,5 @@ def test_the_plan_travels_with_what_it_was_made_for() -> None:
     assert (again.workers, again.holders) == (plan.workers, plan.holders)
     assert again.executors == plan.executors
     assert told["slowness"] == [[1, 2.5]]
-    assert [tuple(map(tuple, table)) for table in told["costs"]] == [costs.forward, costs.backward]
+    assert StepCosts.from_json(told["costs"]) == costs
     assert Holdings().work() is None

@@ -154,3 +154,28 @@ def test_costs_and_speeds_are_told_apart() -> None:
         scale = mine[0][0] / real[0][0]
         for row, other in zip(mine, real, strict=True):
             assert row == pytest.approx([scale * t for t in other], rel=0.01)
+
+
+def test_where_nothing_else_fits_the_schedules_own_bound_in_flight_is_kept() -> None:
+    plan = make_plan(GRID, range(8), 1)
+    kept = replace(costs(), kept_bytes=((2,) * GRID.microbatches,) * 4)
+
+    def within_bound(limit: int, *, recompute: bool) -> bool:
+        balancer = Balancer(BalancePolicy(recompute=recompute))
+        cluster = Cluster(memory_bytes=dict.fromkeys(plan.workers, limit))
+        real = times(plan, Cluster({1: 4.0}))
+        moves = [balancer.observe(plan, real, cluster, lambda: kept) for _ in range(8)]
+        move = moves[-1]
+        assert move is not None
+        assert move.plan.share_of(1) < plan.share_of(1)
+        for w in plan.workers:
+            flying = [0] * 4
+            for action in move.plan.actions[w]:
+                flying[action.stage] += 1 if action.kind == "F" else -1
+                if flying[action.stage] > 4 - action.stage:
+                    return False
+        return True
+
+    assert not within_bound(10**6, recompute=False)
+    assert not within_bound(1, recompute=True)
+    assert within_bound(1, recompute=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -95,15 +96,22 @@ def test_memory_has_the_last_word() -> None:
         state_bytes=(state,) * 4,
     )
 
-    def held(states: float) -> int | None:
+    def held(states: float, costs_: StepCosts = sized, *, recompute: bool = True) -> int | None:
         limit = dict.fromkeys(plan.workers, int(states * state))
         cluster = Cluster(latency_s=1e-3, memory_bytes=limit)
         window = [times_on(plan, costs(), cluster)] * 4
-        move = Overhaul().look(plan, window, STEP_S, 10_000, cluster, lambda: sized)
+        overhaul = Overhaul(OverhaulPolicy(recompute=recompute))
+        move = overhaul.look(plan, window, STEP_S, 10_000, cluster, lambda: costs_)
         return None if move is None else max(len(move.plan.stages_held(w)) for w in plan.workers)
 
     assert held(6.0) == 4
     assert held(2.5) is None
+    # Nothing fits.
+    assert held(0.5) is None
+    # Activations do not fit, unless they are computed again, which not every run may.
+    kept = replace(sized, kept_bytes=((5 * state,) * LAYOUT.microbatches,) * 4)
+    assert held(5.5, kept) == 4
+    assert held(5.5, kept, recompute=False) is None
 
 
 def test_a_slow_worker_keeps_a_share_by_which_it_is_seen_to_recover() -> None:
