@@ -143,11 +143,8 @@ def known_cluster(
     cuts: Sequence[int],
     workers: Sequence[int],
     domains: Mapping[int, tuple[str, ...]],
-    links: LinkSpeeds | None,
 ) -> Cluster:
-    """The workers as a run knows them: where they are, their links, and memory for what counts.
-
-    ``links``: None where costs are not known either, so that no time can be compared with theirs.
+    """The workers as a run knows them: where they are, and how much memory for what counts.
 
     :func:`counted` says what counts: under ``memory.limit`` microbatches in flight, where all other
     memory is set aside; else states and activations, for which there is ``parallel.memory_mib``.
@@ -159,8 +156,7 @@ def known_cluster(
         states = _bytes_per_parameter(config) * budget.parameters
         room = left if room is None else max(0, min(left, room - states))
     memory = {} if room is None else dict.fromkeys(workers, room)
-    cluster = Cluster(domains=domains, memory_bytes=memory)
-    return cluster if links is None else links.of(cluster)
+    return Cluster(domains=domains, memory_bytes=memory)
 
 
 def counted(config: Config, budget: Budget, costs: StepCosts, cuts: Sequence[int]) -> StepCosts:
@@ -201,22 +197,22 @@ def moves_ahead(
     costs: Callable[[Plan], StepCosts],
     cluster: Cluster,
     steps: int,
-) -> tuple[list[tuple[int, Move]], Cluster]:
+) -> list[tuple[int, Move]]:
     """How a run of ``steps`` steps changes its first plan, by what it comes to measure.
 
     ``costs(plan)``: of a step under a plan. ``cluster``: as its workers and links are. Returns
-    after how many steps, and to which plan; and the workers as the run knows them then.
+    after how many steps, and to which plan.
     """
     moves: list[tuple[int, Move]] = []
     balancing, overhauling = balance_policy(config), overhaul_policy(config)
     cuts, places = plan.layout.cuts, cluster.domains
     if len(plan.workers) == 1 or balancing is None:
-        return moves, known_cluster(config, budget, cuts, plan.workers, places, None)
+        return moves
 
     def besides() -> StepCosts:
         return counted(config, budget, costs(plan), cuts)
 
-    known = known_cluster(config, budget, cuts, plan.workers, places, LinkSpeeds())
+    known = LinkSpeeds().of(known_cluster(config, budget, cuts, plan.workers, places))
     balancer, spent = Balancer(balancing), costs(plan)
     for done in range(1, min(steps, LEARN_FIRST) + 1):
         times = times_on(plan, spent, cluster)
@@ -231,7 +227,7 @@ def moves_ahead(
             moves.append((done, move))
             plan, known = move.plan, replace(known, slowness=move.slowness)
             spent = costs(plan)
-    return moves, known
+    return moves
 
 
 def recomputing(

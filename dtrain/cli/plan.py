@@ -251,7 +251,7 @@ def _as_run(
 ) -> Shown:
     """What a run of ``steps`` steps does, with the same functions: it begins, moves load, goes over
     to a better plan, and goes on after losses."""
-    from dtrain.planning import balance_policy, moves_ahead
+    from dtrain.planning import balance_policy, known_cluster, moves_ahead
     from dtrain.scheduler import Cluster
     from dtrain.scheduler.planner import first_plan
     from dtrain.scheduler.predict import predict
@@ -265,15 +265,14 @@ def _as_run(
         """The costs with what the plan has to compute again."""
         return recomputed(costs, again(plan))
 
-    measured = None
+    measured, slowness = None, dict[int, float]()
     plan = first_plan(layout, members, 1, Cluster(domains=cluster.domains))
     said = [plan.reason]
     expected = before = predict(plan, charged(plan), cluster)
     pictures: dict[str, Spans] = {"predicted": expected.spans}
-    moves, known = moves_ahead(config, budget, plan, charged, cluster, steps)
-    for when, move in moves:
+    for when, move in moves_ahead(config, budget, plan, charged, cluster, steps):
         said.append(f"after {when} steps {move.reason}")
-        plan, measured = move.plan, move.costs
+        plan, measured, slowness = move.plan, move.costs, dict(move.slowness)
         expected = predict(plan, charged(plan), cluster)
         pictures = {"begun": before.spans, f"after {when} steps": expected.spans}
     before = expected
@@ -281,8 +280,8 @@ def _as_run(
         policy = balance_policy(config)
         left = [w for w in members if w not in lost]
         search = policy is not None and policy.search
-        if measured is None:
-            known = Cluster(domains=cluster.domains)
+        known = known_cluster(config, budget, layout.cuts, left, cluster.domains)
+        known = replace(known, slowness=slowness)
         plan = replan_or_relayout(
             plan, left, plan.generation + 1, "", measured, known, search=search
         )

@@ -256,7 +256,7 @@ class Generation:
     def _plan(self) -> Plan:
         """The plan that every member computes alike from what the log says."""
         job = self.around.job
-        self.cluster, self.costs = self._known(None), None
+        self.cluster, self.costs = self._members(), None
         veterans = [a for a in self.members if a.since > 0]
         reason = self._agreement.proposal.reason
         if veterans:
@@ -270,15 +270,17 @@ class Generation:
                 risk = {w: share for w, share in old["risk"] if w in self.peers}
                 if old["costs"] is not None:
                     self.costs = StepCosts.from_json(old["costs"])
-                links = _links(old["links"]) if self.costs is not None else None
-                self.cluster = replace(self._known(links), slowness=slowness, risk=risk)
+                self.cluster = replace(self.cluster, slowness=slowness, risk=risk)
                 policy = balance_policy(job.config)
                 search = policy is not None and policy.search
                 if old["wanted"] is not None:
                     plan, why = old["wanted"]
                     wanted = Plan.from_json(plan, job.layout, self.number, why)
                     if set(wanted.workers) == set(self.peers):
-                        return put_in_order(wanted, self.costs, self.cluster, search=search)
+                        linked = _links(old["links"]).of(self.cluster)
+                        return put_in_order(wanted, self.costs, linked, search=search)
+                # With transfers a large plan takes several times as long, and the job stands still:
+                # the balancer counts them soon.
                 return replan_or_relayout(
                     former,
                     list(self.peers),
@@ -291,11 +293,10 @@ class Generation:
         spread = Cluster(domains=self.domains)
         return first_plan(job.layout, list(self.peers), self.number, spread)
 
-    def _known(self, links: LinkSpeeds | None) -> Cluster:
-        """The members as all know them alike, none of them slow."""
+    def _members(self) -> Cluster:
+        """The members as all know them alike, but for their links and speeds."""
         job, members = self.around.job, sorted(self.peers)
-        cuts = job.layout.cuts
-        return known_cluster(job.config, job.budget, cuts, members, self.domains, links)
+        return known_cluster(job.config, job.budget, job.layout.cuts, members, self.domains)
 
     def _apply_voted(self, settlement: Settlement) -> None:
         """Apply the step that somebody saw the full vote of, if this worker has not."""

@@ -63,7 +63,7 @@ def fits(budget: Budget, plan: Plan) -> bool:
 
 def known(budget: Budget, plan: Plan) -> Cluster:
     cuts = plan.layout.cuts
-    return known_cluster(config_of(), budget, cuts, plan.workers, {}, LinkSpeeds())
+    return LinkSpeeds().of(known_cluster(config_of(), budget, cuts, plan.workers, {}))
 
 
 def overhauled(budget: Budget, plan: Plan, real: StepCosts) -> Move | None:
@@ -143,11 +143,10 @@ def test_where_there_is_room_more_is_in_flight_than_by_the_schedule() -> None:
 def test_memory_of_the_device_counts_too() -> None:
     config = config_of(memory_mib=64)
     layout = Layout(even_cuts(3, 3), MICROBATCHES)
-    cluster = known_cluster(config, budget_of(5.0), layout.cuts, range(2), {}, None)
+    cluster = known_cluster(config, budget_of(5.0), layout.cuts, range(2), {})
     assert cluster.memory_bytes == dict.fromkeys(range(2), 64 * MIB - 16 * 1000)
-    assert not cluster.transfers_cost
     unlimited = config_of(memory_mib=64)
-    cluster = known_cluster(unlimited, Budget(MICROBATCHES), layout.cuts, range(2), {}, None)
+    cluster = known_cluster(unlimited, Budget(MICROBATCHES), layout.cuts, range(2), {})
     assert cluster.memory_bytes == dict.fromkeys(range(2), 64 * MIB)
     real = costs(1, layout)
     assert counted(unlimited, Budget(MICROBATCHES), real, layout.cuts) is real

@@ -81,7 +81,9 @@ def test_the_plan_is_the_one_that_a_run_makes(
     assert "with further holders" in best["reason"]
     assert sum(map(len, best["holders"])) > 3
     limited = as_json(capsys, str(config_file), *long, "--set", "memory.limit=2GB")
-    assert "with further holders" not in limited["reason"]
+    assert "with further holders" in limited["reason"]
+    still = as_json(capsys, str(config_file), *long, "--set", "parallel.rebalance=false")
+    assert "after" not in still["reason"]
 
 
 def test_a_searched_plan_is_compared_with_others_and_named_as_such(
