@@ -413,7 +413,7 @@ def test_saves_are_as_often_as_faults_make_it_worth(
     often = [
         ("checkpoint.every_steps", "auto"),
         ("robust.snapshot_every", "auto"),
-        ("robust.mtbf_s", 2.0),
+        ("robust.mtbf_s", 0.2),
         ("deepspeed.zero_optimization.stage", 1),
     ]
     job = trainers.start(merged(raw, often), 3, "run")
