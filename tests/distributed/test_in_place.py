@@ -198,7 +198,7 @@ def test_a_crash_in_a_phase(
     second = [fault] if phase not in ("recovery", "join") else [fault | {"step": 1}]
     job = trainers.start(merged(raw, [("faults", first + second)]), 4, "run")
     respawned = 0
-    while any(p.is_alive() for p in job.processes):
+    while any(p.is_alive() for p in job.processes) and not job.events("run_done"):
         for worker, process in enumerate(job.processes):
             if process.exitcode == -signal.SIGKILL:
                 job.start(worker)
