@@ -99,6 +99,19 @@ def test_an_empty_list_and_a_message_to_oneself_arrive(pair: Pair) -> None:
     assert torch.equal(pair.ends[0].receive(key(), 20)[0], torch.ones(2))
 
 
+def test_what_comes_tells_when_it_was_sent(pair: Pair) -> None:
+    until(lambda: pair.peers[1] in pair.ends[0]._outgoing)
+    for sender, receiver in ((0, 1), (0, 0)):
+        before = time.time()
+        pair.ends[sender].send(pair.peers[receiver], key(step=receiver), [torch.ones(2)])
+        after = time.time()
+        until(lambda receiver=receiver: pair.ends[receiver].has(key(step=receiver)))
+        time.sleep(0.05)
+        parcel = pair.ends[receiver].receive_parcel(key(step=receiver), 20)
+        assert before <= parcel.sent_s <= after
+        assert torch.equal(parcel.tensors[0], torch.ones(2))
+
+
 def test_a_peer_that_ends_is_noticed_at_once_by_all_its_waits(pair: Pair) -> None:
     pair.send(0, key(), [torch.ones(2)])
     pair.ends[1].receive(key(), 20)
