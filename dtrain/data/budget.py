@@ -123,7 +123,8 @@ class Budget:
     def in_flight(self, cuts: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """What a microbatch in flight takes on each stage, and how much all may on a worker.
 
-        Whatever plan keeps to it, with states and one microbatch ahead, stays within the limit.
+        Whatever plan keeps to it, with states and one microbatch ahead, stays within the limit;
+        also where all microbatches stay in memory because they are the same in every step.
 
         Raises:
             ValueError: there is no limit, so nothing was predicted.
@@ -133,6 +134,8 @@ class Budget:
         each = self.each
         stages = tuple(each.inputs(a) + sum(each.kept[a:b]) for a, b in pairwise(cuts))
         rest = self._always() + max(each.kept) + each.inputs()
+        if self.keeps_fixed():
+            rest += each.inputs() * self.microbatches
         return stages, max(0, self.limit - rest)
 
     def ahead(self, plan: Plan, worker: int) -> int:

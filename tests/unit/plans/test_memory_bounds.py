@@ -58,7 +58,10 @@ def budget_of(room: float, microbatches: int = MICROBATCHES) -> Budget:
 
 def fits(budget: Budget, plan: Plan) -> bool:
     assert budget.limit is not None
-    return all(budget.plan_bytes(plan, w) + EACH.inputs() <= budget.limit for w in plan.workers)
+    stay = EACH.inputs() * budget.microbatches if budget.keeps_fixed() else 0
+    return all(
+        budget.plan_bytes(plan, w) + EACH.inputs() + stay <= budget.limit for w in plan.workers
+    )
 
 
 def known(budget: Budget, plan: Plan) -> Cluster:
