@@ -28,16 +28,22 @@ if TYPE_CHECKING:
     from dtrain.data.store import GraphStore
 
 SPLIT_NAMES = ("train", "val", "test")
+MEMORY_BYTES = 4 << 30
+"""What inference takes at most where nothing else is said."""
 _SPARSE_ENTRY_BYTES = 12  # int64 column, float32 value
+_EDGE_BYTES = 48  # sampled and final column, a copy with self loops, weights
+_NODE_BYTES = 24  # global id, row pointer, degree
+# Of each destination: aggregate, two linear maps, their sum, activated, and what else a layer has.
+_ROWS_PER_DESTINATION = 6
+_METRIC_COPIES = 4
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one chunk may hold: destinations, their in-edges, and bytes of gathered rows."""
+    """What one chunk may hold: destinations and their in-edges."""
 
     nodes: int
     edges: int
-    memory_bytes: int
 
 
 def evaluate(
@@ -48,6 +54,7 @@ def evaluate(
     chunk_nodes: int,
     workdir: str | os.PathLike[str],
     device: torch.device | str = "cpu",
+    memory_bytes: int = MEMORY_BYTES,
 ) -> dict[str, dict[str, float]]:
     """Metrics of train, val and test of ``split``, as :func:`dtrain.metrics.classification`.
 
@@ -55,12 +62,20 @@ def evaluate(
     """
     parts = store.split(split)
     logits = layerwise_logits(
-        layers, store, chunk_nodes=chunk_nodes, workdir=workdir, device=device
+        layers,
+        store,
+        chunk_nodes=chunk_nodes,
+        workdir=workdir,
+        device=device,
+        memory_bytes=memory_bytes,
     )
     found = {}
     for name in SPLIT_NAMES:
         ids = np.asarray(getattr(parts, name))
-        found[name] = classification(logits[ids], np.asarray(store.labels[ids], dtype=np.int64))
+        labels = np.asarray(store.labels[ids], dtype=np.int64)
+        # Copies of a chunk's rows: as they are, in float64, less their largest, and exponentials.
+        rows = memory_bytes // 2 // (_METRIC_COPIES * 8 * logits.shape[1])
+        found[name] = classification(logits, labels, ids, chunk_rows=max(1, min(chunk_nodes, rows)))
     return found
 
 
@@ -72,23 +87,23 @@ def layerwise_logits(
     workdir: str | os.PathLike[str],
     device: torch.device | str = "cpu",
     max_edges: int = 4_000_000,
-    memory_bytes: int = 1 << 30,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> NDArray[np.float32]:
     """Logits of every node, float32 [N, C], from all in-neighbours at every layer.
 
     Goes partition by partition in chunks of at most ``chunk_nodes`` destinations and ``max_edges``
-    in-edges, whose gathered rows take at most ``memory_bytes``; a single node beyond them still
-    makes one chunk. A layer's rows of all nodes, kept for at most two layers at a time, lie in
-    memory up to ``memory_bytes``, else in a nameless file in ``workdir`` that the system frees with
-    its last use, also after a crash. ``layers`` must be on ``device``; they run in evaluation mode
-    and get their former mode back.
+    in-edges, which take at most three eighths of ``memory_bytes`` with what layers make of them; a
+    single node beyond them still makes one chunk. A layer's rows of all nodes, kept for at most two
+    layers at a time, lie in memory up to a quarter of ``memory_bytes``, else in a nameless file in
+    ``workdir`` that the system frees with its last use, also after a crash. ``layers`` must be on
+    ``device``; they run in evaluation mode and get their former mode back.
 
     Raises:
         DtrainError: a layer does not return [num_dst, ...], or the last one not [num_dst, C];
             ``workdir`` cannot hold the file.
     """
-    limits = Limits(chunk_nodes, max_edges, memory_bytes)
-    inference = _Inference(store, limits, workdir, torch.device(device))
+    limits = Limits(chunk_nodes, max_edges)
+    inference = _Inference(store, limits, memory_bytes, workdir, torch.device(device))
     state: _Rows | None = None
     with _evaluation_mode(layers), torch.inference_mode():
         for layer in layers:
@@ -172,6 +187,7 @@ class _Inference:
         self,
         store: GraphStore,
         limits: Limits,
+        memory_bytes: int,
         workdir: str | os.PathLike[str],
         device: torch.device,
     ) -> None:
@@ -180,6 +196,7 @@ class _Inference:
         self._offsets = store.meta.partition_offsets
         self._pool = SlotPool(self._graph.num_nodes)
         self._limits = limits
+        self._memory_bytes = memory_bytes
         self._workdir = workdir
         self._device = device
 
@@ -188,7 +205,8 @@ class _Inference:
         result: _Rows | None = None
         ctx = LayerContext(key=0, training=False)
         row_bytes = state.row_bytes if state else _feature_row_bytes(self._store)
-        for begin, end in chunks(self._graph.indptr, self._offsets, self._fit(row_bytes)):
+        limits = self._fit(row_bytes, 4 * _widest(layer))
+        for begin, end in chunks(self._graph.indptr, self._offsets, limits):
             block, nodes = sample_block(
                 self._graph,
                 self._pool,
@@ -201,18 +219,28 @@ class _Inference:
             if result is None:
                 result = self._allocate(out)
             result.put(begin, end, out)
+            # Else they are still there while the next chunk is made.
+            del block, nodes, out
         assert result is not None, "a store has at least one node"
         return result
 
-    def _fit(self, row_bytes: int) -> Limits:
-        """Limits under which the rows of a chunk's sources stay within the memory."""
-        rows = max(2, self._limits.memory_bytes // max(1, row_bytes))
-        if rows >= self._graph.num_nodes:
-            return self._limits
-        # A chunk has at most as many sources as destinations and edges together.
-        half = rows // 2
+    def _fit(self, row_bytes: int, width_bytes: int) -> Limits:
+        """Limits under which a chunk stays within three eighths of the memory.
+
+        ``row_bytes``: of a source's row; ``width_bytes``: of the widest row that the layer makes.
+        """
+        made = max(row_bytes, width_bytes)
+        source = row_bytes + made + _NODE_BYTES
+        destination = _ROWS_PER_DESTINATION * made
+        part = 3 * self._memory_bytes // 16
+        if self._graph.num_nodes * source <= part:
+            # Whatever the chunk, there are no more sources.
+            edges, nodes = part // 2 // _EDGE_BYTES, part // 2 // destination
+        else:
+            # A chunk has at most as many sources as destinations and edges together.
+            edges, nodes = part // (source + _EDGE_BYTES), part // (source + destination)
         return Limits(
-            min(self._limits.nodes, half), min(self._limits.edges, half), self._limits.memory_bytes
+            max(1, min(self._limits.nodes, nodes)), max(1, min(self._limits.edges, edges))
         )
 
     def _input(self, state: _Rows | None, nodes: Ids) -> State:
@@ -232,7 +260,7 @@ class _Inference:
         kept = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
         size = (self._graph.num_nodes, *shape)
         num_bytes = int(np.prod(size)) * kept.itemsize
-        if num_bytes <= self._limits.memory_bytes:
+        if num_bytes <= self._memory_bytes // 4:
             return torch.from_numpy(np.empty(size, kept))
         return torch.from_numpy(_map_nameless(self._workdir, size, kept, num_bytes))
 
@@ -251,6 +279,11 @@ def _map_nameless(
             f"workdir {os.fspath(workdir)}: expected room for {num_bytes} bytes of hidden rows, "
             f"got: {error.strerror}; free some space or use another folder"
         ) from error
+
+
+def _widest(layer: nn.Module) -> int:
+    """Numbers in the widest row that a layer's matrices make or take."""
+    return max((max(p.shape) for p in layer.parameters() if p.dim() == 2), default=1)
 
 
 def _feature_row_bytes(store: GraphStore) -> int:

@@ -47,31 +47,46 @@ def roc_auc(scores: Floats, labels: Labels) -> float | None:
     return (rank_sum - positives * (positives + 1) / 2.0) / (positives * negatives)
 
 
-def cross_entropy(logits: Floats, labels: Labels) -> float:
-    """Mean of ``-log softmax(logits)[label]``; ``logits``: float [n, C], ``labels``: int64 [n]."""
+def cross_entropies(logits: Floats, labels: Labels) -> Floats:
+    """``-log softmax(logits)[label]``, float64 [n].
+
+    ``logits``: float [n, C]; ``labels``: int64 [n].
+    """
     rows = logits.astype(np.float64)
     rows -= rows.max(axis=1, keepdims=True)
     picked = rows[np.arange(len(rows)), labels]
-    return float(np.mean(np.log(np.exp(rows).sum(axis=1)) - picked))
+    return np.asarray(np.log(np.exp(rows).sum(axis=1)) - picked)
 
 
-def classification(logits: Floats, labels: Labels) -> dict[str, float]:
+def classification(
+    logits: Floats, labels: Labels, nodes: Labels | None = None, *, chunk_rows: int = 65_536
+) -> dict[str, float]:
     """``count``, ``loss``, ``accuracy``, ``macro_f1`` and, for two classes, ``roc_auc``.
 
-    ``logits``: float [n, C]; ``labels``: int64 [n] in [0, C). What is not defined is left out: all
-    but ``count`` for n = 0, ``roc_auc`` where one class is missing or a logit is NaN.
+    ``logits``: float [N, C]; ``labels``: int64 [n] in [0, C); ``nodes``: int64 [n], the rows of
+    ``logits`` that they belong to, all in order if not given. What is not defined is left out: all
+    but ``count`` for n = 0, ``roc_auc`` where one class is missing or a logit is NaN. Copies of at
+    most ``chunk_rows`` rows are made at a time, which changes no bit of the result.
     """
-    if not len(labels):
+    count = len(labels)
+    if not count:
         return {"count": 0}
-    predicted = np.argmax(logits, axis=1)
+    predicted, losses = np.empty(count, np.int64), np.empty(count, np.float64)
+    scores = np.empty(count, np.float64) if logits.shape[1] == 2 else None
+    for begin in range(0, count, chunk_rows):
+        part = slice(begin, begin + chunk_rows)
+        rows = logits[part] if nodes is None else logits[nodes[part]]
+        predicted[part] = np.argmax(rows, axis=1)
+        losses[part] = cross_entropies(rows, labels[part])
+        if scores is not None:
+            scores[part] = rows[:, 1].astype(np.float64) - rows[:, 0]
     found: dict[str, float] = {
-        "count": len(labels),
-        "loss": cross_entropy(logits, labels),
+        "count": count,
+        "loss": float(np.mean(losses)),
         "accuracy": accuracy(predicted, labels),
         "macro_f1": macro_f1(predicted, labels),
     }
-    if logits.shape[1] == 2:
-        scores = logits[:, 1].astype(np.float64) - logits[:, 0]
+    if scores is not None:
         area = None if np.isnan(scores).any() else roc_auc(scores, labels)
         if area is not None:
             found["roc_auc"] = area

@@ -81,7 +81,7 @@ def evaluate_run(
     """
     from dtrain.checkpoint import CheckpointError, CheckpointStore
     from dtrain.data.store import GraphStore
-    from dtrain.evaluate import evaluate
+    from dtrain.evaluate import MEMORY_BYTES, evaluate
     from dtrain.models.build import build_layers
 
     config = _run_config(run_dir)
@@ -100,7 +100,12 @@ def evaluate_run(
     except CheckpointError as error:
         raise DtrainError(f"checkpoint.url: {error}; evaluate another checkpoint") from error
     metrics = evaluate(
-        layers, store, config.data.split, chunk_nodes=config.eval.chunk_nodes, workdir=run_dir
+        layers,
+        store,
+        config.data.split,
+        chunk_nodes=config.eval.chunk_nodes,
+        workdir=run_dir,
+        memory_bytes=config.memory.limit or MEMORY_BYTES,
     )
     step, weights = (best["step"], "best") if best else (info.step, "last")
     return EvalReport(str(run_dir), step, weights, config.data.split, metrics)

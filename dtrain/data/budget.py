@@ -149,6 +149,17 @@ class Budget:
         room = self.limit - self.plan_bytes(plan, worker)
         return max(1, min(wanted, room // self.each.inputs()))
 
+    def between_steps(self, plan: Plan, worker: int) -> int | None:
+        """What ``worker`` has left when no microbatch is in flight; None: no limit.
+
+        For an evaluation, say, whose weights have their place in it.
+        """
+        if self.limit is None or self.each is None:
+            return None
+        ahead = self.microbatches + 1 if self.keeps_fixed() else self.ahead(plan, worker)
+        weights = 8 * self.parameters
+        return max(0, self.limit - self._always() - ahead * self.each.inputs() - weights)
+
     def keeps_fixed(self) -> bool:
         """Whether all microbatches can stay in memory where they are the same in every step."""
         peak = self.peak_bytes

@@ -18,7 +18,7 @@ from dtrain.checkpoint import CheckpointError, PendingSave, weights_sha256
 from dtrain.config import identity_digest
 from dtrain.data.features import CacheUse, FeatureCache
 from dtrain.errors import CannotGoOnError, LeftError, PeerLostError, ShutdownError
-from dtrain.evaluate import evaluate
+from dtrain.evaluate import MEMORY_BYTES, evaluate
 from dtrain.planning import LEARN_FIRST, balance_policy, overhaul_policy
 from dtrain.runfolder import RunFolder, RunRecord, versions
 from dtrain.runtime.comm import MAX
@@ -514,12 +514,14 @@ class Training:
                 value = weights.get(f"layers.{index}.{name}")
                 if value is not None:
                     parameter.data.copy_(value)
+        room = self._job.budget.between_steps(self._generation.plan, self._spec.worker)
         return evaluate(
             layers,
             self._job.store,
             config.data.split,
             chunk_nodes=config.eval.chunk_nodes,
             workdir=self._folder.path,
+            memory_bytes=MEMORY_BYTES if room is None else room,
         )
 
     def _finish(self) -> None:

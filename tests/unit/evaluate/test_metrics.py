@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score, log_loss, roc_auc_score
 
-from dtrain.metrics import accuracy, classification, cross_entropy, macro_f1, roc_auc
+from dtrain.metrics import accuracy, classification, cross_entropies, macro_f1, roc_auc
 
 
 @pytest.mark.parametrize("classes", [1, 2, 7])
@@ -45,8 +45,21 @@ def test_cross_entropy_agrees_and_does_not_overflow():
     logits, labels = rng.normal(size=(50, 4)).astype(np.float32), rng.integers(0, 4, 50)
     rows = np.exp(logits.astype(np.float64))
     wanted = log_loss(labels, rows / rows.sum(axis=1, keepdims=True), labels=range(4))
-    assert cross_entropy(logits, labels) == pytest.approx(wanted, abs=1e-12)
-    assert cross_entropy(np.array([[1e4, 0.0], [0.0, 1e4]]), np.array([0, 0])) == 5000
+    assert np.mean(cross_entropies(logits, labels)) == pytest.approx(wanted, abs=1e-12)
+    far = cross_entropies(np.array([[1e4, 0.0], [0.0, 1e4]]), np.array([0, 0]))
+    assert far.tolist() == [0, 10_000]
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_chunks_and_chosen_rows_change_no_bit(classes):
+    rng = np.random.default_rng(classes)
+    logits = rng.normal(size=(300, classes)).astype(np.float32)
+    nodes = rng.permutation(300)[:111]
+    labels = rng.integers(0, classes, 111)
+    wanted = classification(logits[nodes], labels)
+    assert len(wanted) == (5 if classes == 2 else 4)
+    for chunk_rows in (1, 10, 111, 1000):
+        assert classification(logits, labels, nodes, chunk_rows=chunk_rows) == wanted
 
 
 def test_classification_leaves_out_what_is_not_defined():
