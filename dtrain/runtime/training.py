@@ -37,7 +37,7 @@ from dtrain.scheduler.overhaul import Overhaul
 
 _RECOVERIES = 20
 _LEARN_EVERY = 200
-_WINDOW = 8
+_WINDOW = 16
 """Steps whose measured times count when a plan is looked for."""
 _STARTS = ("resumed", "started_over")
 """Events of a start that had committed steps before it: from a checkpoint, or with none yet."""
