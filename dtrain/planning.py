@@ -149,14 +149,14 @@ def known_cluster(
     :func:`counted` says what counts: under ``memory.limit`` microbatches in flight, where all other
     memory is set aside; else states and activations, for which there is ``parallel.memory_mib``.
     """
-    mib = config.parallel.memory_mib
-    room = None if mib is None else mib << 20
-    if budget.limit is not None:
-        _, left = budget.in_flight(cuts)
-        states = _bytes_per_parameter(config) * budget.parameters
-        room = left if room is None else max(0, min(left, room - states))
-    memory = {} if room is None else dict.fromkeys(workers, room)
-    return Cluster(domains=domains, memory_bytes=memory)
+    known = replace(memory_cluster(config, workers), domains=domains)
+    if budget.limit is None:
+        return known
+    _, room = budget.in_flight(cuts)
+    states = _bytes_per_parameter(config) * budget.parameters
+    device = known.memory_bytes
+    memory = {w: max(0, min(room, device.get(w, room + states) - states)) for w in workers}
+    return replace(known, memory_bytes=memory)
 
 
 def counted(config: Config, budget: Budget, costs: StepCosts, cuts: Sequence[int]) -> StepCosts:

@@ -180,17 +180,16 @@ class Balancer:
         # Who has recovered gets its load back even where the step gains nothing by it: what was
         # moved away may matter at the next step's sizes.
         recovered = any(f > 1.0 and w not in wanted.slowness for w, f in known.slowness.items())
-        most = (1.0 + _SLACK if recovered else 1.0 - self.policy.gain) * now
-        if least_step_ticks(costs, plan.workers, wanted) > most:
+        share = 1.0 + _SLACK if recovered else 1.0 - self.policy.gain
+        if least_step_ticks(costs, plan.workers, wanted) > share * now:
             return None
         sized = besides()
         if sized is not None:
             costs = costs.with_bytes_of(sized)
             now = predict(plan, costs, wanted).step_ticks
-            most = (1.0 + _SLACK if recovered else 1.0 - self.policy.gain) * now
         better, then, how = self._balanced(plan, costs, wanted)
         same = better.executors == plan.executors
-        if then > most or (same and then > (1.0 - self.policy.gain) * now):
+        if then > share * now or (same and then > (1.0 - self.policy.gain) * now):
             return None
         told = [f"worker {w} takes {f:.2f} x the time" for w, f in sorted(wanted.slowness.items())]
         said = ", ".join(told) or "all workers are alike"

@@ -37,6 +37,7 @@ _ROWS_PER_DESTINATION = 7
 # For each parameter: weights, their gradients, the exact sum in float64 and in float32, the
 # optimizer's two moments, and a snapshot of weights and moments.
 _STATE_BYTES = 4 + 4 + 8 + 4 + 8 + 12
+_LEAST_BYTES = 1 << 20
 _SUM_ROWS = 2  # copies of the microbatches' gradients that the exact sum works on
 
 
@@ -152,13 +153,15 @@ class Budget:
     def between_steps(self, plan: Plan, worker: int) -> int | None:
         """What ``worker`` has left when no microbatch is in flight; None: no limit.
 
-        For an evaluation, say, whose weights have their place in it.
+        For an evaluation, say, whose weights have their place in it. At least a megabyte, with
+        which it is slow but goes on.
         """
         if self.limit is None or self.each is None:
             return None
         ahead = self.microbatches + 1 if self.keeps_fixed() else self.ahead(plan, worker)
         weights = 8 * self.parameters
-        return max(0, self.limit - self._always() - ahead * self.each.inputs() - weights)
+        left = self.limit - self._always() - ahead * self.each.inputs() - weights
+        return max(_LEAST_BYTES, left)
 
     def keeps_fixed(self) -> bool:
         """Whether all microbatches can stay in memory where they are the same in every step."""

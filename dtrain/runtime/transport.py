@@ -11,8 +11,8 @@ connection for a death.
 
 Each connection carries frames one way, from the worker that opened it. A frame is a fixed header
 (generation, key, number of tensors, when it was sent), each tensor's dtype and shape, then the raw
-bytes. Frames of
-an older generation than the receiver's are dropped, those of a newer one wait for it.
+bytes. Frames of an older generation than the receiver's are dropped, those of a newer one wait for
+it.
 """
 
 from __future__ import annotations

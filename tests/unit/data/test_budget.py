@@ -113,6 +113,23 @@ def test_a_peak_worked_by_hand() -> None:
     assert budget.with_cache(1 << 40).cache_bytes == 20_000_000 - held - rest
 
 
+def test_what_is_left_between_steps_worked_by_hand() -> None:
+    plan, mib = make_plan(Layout((0, 2), 3), [0], 1), 1 << 20
+    # Weights, moments and sums; three microbatches' gradients; what a fetch takes.
+    always = 40 * 10 + 3 * 10 * 4 + FETCH_BYTES
+
+    def left(room: int) -> int | None:
+        each = MicrobatchBytes(0, (mib, 0), (mib // 2, 0))
+        return Budget(3, always + room, each, parameters=10).between_steps(plan, 0)
+
+    # One is sampled ahead; the weights are there twice more.
+    assert left(3 * mib) == 2 * mib - 2 * 4 * 10
+    # All three stay, and one may be on its way.
+    assert left(8 * mib) == 4 * mib - 2 * 4 * 10
+    assert left(mib) == mib
+    assert Budget(3).between_steps(plan, 0) is None
+
+
 def test_no_plan_needs_more_than_the_peak() -> None:
     for layers, workers, microbatches in product((1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 5, 8)):
         each = MicrobatchBytes(
